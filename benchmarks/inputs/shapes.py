@@ -13,6 +13,9 @@
 | mistral | 2     | GQA, 4 heads on 2               | Llama's under another name            |
 | phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
 | falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
+| mixtral | 3     | GQA, 4 heads on 2               | 8 experts, top 2, renormalised |
+| qwen3_moe | 3   | GQA, 4 heads on 2               | 16 experts, top 4 |
+| olmoe  | 4      | MHA, 4 heads                    | 64 experts, top 8, not renormalised |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -93,6 +96,37 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bias": False,
         "alibi": False,
         "new_decoder_architecture": False,
+    },
+    "mixtral": {
+        **_COMMON,
+        "model_type": "mixtral",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        **_COMMON,
+        "model_type": "olmoe",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
     },
     "deep": {
         **_LLAMA,
@@ -253,7 +287,7 @@ def _initial_value(name: str, shape: tuple[int, ...], generator: Any) -> Any:
     std = _BIAS_STD
     if "embed" in name:
         std = 1.0
-    elif len(shape) == 2:
+    elif len(shape) >= 2:  # experts have a third dimension before the two
         gain = _GAIN_QUERY_KEY if ".q_proj" in name or ".k_proj" in name else _GAIN_OTHER
-        std = gain / shape[1] ** 0.5
+        std = gain / shape[-1] ** 0.5
     return torch.randn(shape, generator=generator) * std

@@ -14,6 +14,7 @@ from vllm_tiered.adapter.checkpoint import (
     checkpoint_fingerprint,
     describe_checkpoint,
 )
+from vllm_tiered.adapter.experts.engine import ExpertsEngine
 from vllm_tiered.adapter.ffn import modules as ffn_modules
 from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
@@ -25,6 +26,9 @@ from vllm_tiered.errors import UnsupportedError
 
 _ffns: list[FfnEngine] = []
 """FFN engines of this process, in the order in which they started."""
+
+_experts: list[tuple[Any, ExpertsEngine]] = []
+"""Experts of this process's engines, each with its configuration; the last one adopts layers."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -54,7 +58,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     from vllm.model_executor.offloader import get_offloader
 
     config = _config(wrapper.vllm_config)
-    is_ours = config.weights.places or config.ffn.is_used
+    is_ours = config.weights.places or config.ffn.is_used or config.experts.is_used
     if is_ours:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -67,6 +71,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
+        wrapper.tiered_config = wrapper.vllm_config
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
@@ -116,6 +121,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
         original(wrapper)
     finally:
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
+        _close_experts(getattr(wrapper, "tiered_config", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):
             offloader.close()
@@ -145,12 +151,14 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     """Close our offloader and FFN if the engine's start fails, as nothing else would."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
-    before, ffns_before = get_offloader(), list(_ffns)
+    before, ffns_before, experts_before = get_offloader(), list(_ffns), list(_experts)
     try:
         original(engine, *args, **kwargs)
     except BaseException:
         for ffn in [ffn for ffn in _ffns if ffn not in ffns_before]:
             _close_ffn(ffn)
+        for vllm_config, _ in [one for one in _experts if one not in experts_before]:
+            _close_experts(vllm_config)
         offloader = get_offloader()
         if isinstance(offloader, TieredOffloader) and offloader is not before:
             offloader.close()
@@ -164,7 +172,8 @@ def drain_metrics() -> dict[str, float]:
 
     offloader = get_offloader()
     use = offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
-    return use | _ffns[-1].take_use() if _ffns else use
+    use |= _ffns[-1].take_use() if _ffns else {}
+    return use | _experts[-1][1].take_use() if _experts else use
 
 
 def _ffn_of(vllm_config: Any) -> FfnEngine | None:
@@ -180,6 +189,40 @@ def _close_ffn(ffn: FfnEngine | None) -> None:
         ffn.close()
         if ffn in _ffns:
             _ffns.remove(ffn)
+
+
+def _close_experts(vllm_config: Any) -> None:
+    for one in [one for one in _experts if one[0] is vllm_config]:
+        one[1].close()
+        _experts.remove(one)
+
+
+def _begin_experts(vllm_config: Any) -> ExpertsEngine | None:
+    """Make the engine that adopts the layers which are built from now on, if one is wanted."""
+    config = _config(vllm_config).experts
+    if not config.is_used:
+        return None
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    compat.wrap_once(RoutedExperts, "__init__", _init_routed_experts)
+    parallel = vllm_config.parallel_config
+    engine = ExpertsEngine(
+        config,
+        context=vllm_config.compilation_config.static_forward_context,
+        model=partial(describe_checkpoint, vllm_config),
+        rank=parallel.rank,
+        num_ranks=parallel.world_size,
+    )
+    _experts.append((vllm_config, engine))
+    return engine
+
+
+def _init_routed_experts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    from vllm.config import get_current_vllm_config
+
+    original(layer, *args, **kwargs)
+    if _experts and _experts[-1][0] is get_current_vllm_config():
+        _experts[-1][1].adopt(layer)
 
 
 def _config(vllm_config: Any) -> TieredConfig:
@@ -245,11 +288,18 @@ def _post_init_deferred(offloader: BaseOffloader) -> Iterator[None]:
 
 
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Load the model, then start our FFN and finish our offloader.
+    """Load the model, then start our FFN and finish our offloader and experts.
 
     vLLM's CPU runner does not call the offloader's `post_init` after loading the weights. The other
     runners call it, but before it is known whether the weights can be placed.
     """
+    experts = _begin_experts(runner.vllm_config)
+    _load_parts(original, runner, *args, **kwargs)
+    if experts is not None:
+        experts.finish()
+
+
+def _load_parts(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.model_executor.offloader import get_offloader
 
     offloader, ffn = get_offloader(), _ffn_of(runner.vllm_config)
