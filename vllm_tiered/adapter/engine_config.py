@@ -107,7 +107,7 @@ def _create_engine_config(
         if config is None:
             _warn_if_only_configured(config_file)
             return original(engine_args, *args, **kwargs)
-        check_extension_points()
+        check_extension_points(experts=config.experts.is_used)
         endpoint.announce()
         _check_engine_args(config, engine_args)
         fields: dict[str, Any] = {"additional_config": _with_config(engine_args, config)}

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.offloader.base import BaseOffloader
 
@@ -14,7 +14,6 @@ from vllm_tiered.adapter.checkpoint import (
     checkpoint_fingerprint,
     describe_checkpoint,
 )
-from vllm_tiered.adapter.experts.engine import ExpertsEngine
 from vllm_tiered.adapter.ffn import modules as ffn_modules
 from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
@@ -24,10 +23,13 @@ from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.memory_release import immediate_release
 from vllm_tiered.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from vllm_tiered.adapter.experts.engine import ExpertsEngine
+
 _ffns: list[FfnEngine] = []
 """FFN engines of this process, in the order in which they started."""
 
-_experts: list[tuple[Any, ExpertsEngine]] = []
+_experts: list[tuple[Any, "ExpertsEngine"]] = []
 """Experts of this process's engines, each with its configuration; the last one adopts layers."""
 
 _NOT_AFTER_STAGING = (
@@ -197,12 +199,15 @@ def _close_experts(vllm_config: Any) -> None:
         _experts.remove(one)
 
 
-def _begin_experts(vllm_config: Any) -> ExpertsEngine | None:
+def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
     """Make the engine that adopts the layers which are built from now on, if one is wanted."""
     config = _config(vllm_config).experts
     if not config.is_used:
         return None
+    # Imported only for an engine that wants it: vLLM's layers of experts take seconds to import.
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from vllm_tiered.adapter.experts.engine import ExpertsEngine
 
     compat.wrap_once(RoutedExperts, "__init__", _init_routed_experts)
     parallel = vllm_config.parallel_config
