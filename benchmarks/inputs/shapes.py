@@ -16,6 +16,9 @@
 | mixtral | 3     | GQA, 4 heads on 2               | 8 experts, top 2, renormalised |
 | qwen3_moe | 3   | GQA, 4 heads on 2               | 16 experts, top 4 |
 | olmoe  | 4      | MHA, 4 heads                    | 64 experts, top 8, not renormalised |
+| granitemoe | 3  | GQA, 4 heads on 2               | 8 experts in one tensor of the checkpoint |
+| gpt_oss | 4     | GQA, every other layer in a window | 8 experts with biases, loaded by copies |
+| deepseek_v2 | 3 | multi-head latent               | a dense layer; 16 experts and a shared one |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -127,6 +130,46 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 128,
         "num_experts": 64,
         "num_experts_per_tok": 8,
+    },
+    "granitemoe": {
+        **_COMMON,
+        "model_type": "granitemoe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        **_COMMON,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+    },
+    "deepseek_v2": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,  # with the rotated part, what vLLM's CPU kernel takes
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
     },
     "deep": {
         **_LLAMA,

@@ -16,16 +16,23 @@ from vllm_tiered.experts.layer import ExpertLayer
 
 PROMPTS = random_prompts(6, longest=60)
 KV_OFF = {"enabled": False}
-EXPERTS = {"mixtral": (8, 2, 3), "qwen3_moe": (16, 4, 3), "olmoe": (64, 8, 4)}
-"""Experts, top k and layers of a shape."""
-INTERMEDIATE = {"mixtral": 256, "qwen3_moe": 128, "olmoe": 128}
 HIDDEN = 256
+# Experts, layers that have some, and their intermediate size.
+EXPERTS = {
+    "mixtral": (8, 3, 256),
+    "qwen3_moe": (16, 3, 128),
+    "olmoe": (64, 4, 128),
+    "granitemoe": (8, 3, 256),
+    "gpt_oss": (8, 4, 256),
+    "deepseek_v2": (16, 2, 128),
+}
 
 
 def slots(model: str, count: int, **values: Any) -> dict[str, Any]:
     """The `experts` section with near memory for a number of slots a layer, in float32."""
-    expert_bytes = 3 * INTERMEDIATE[model] * HIDDEN * 4
-    return {"near_gib": (count + 0.01) * EXPERTS[model][2] * expert_bytes / 2**30, **values}
+    _, num_layers, intermediate = EXPERTS[model]
+    expert_bytes = 3 * intermediate * HIDDEN * 4
+    return {"near_gib": (count + 0.1) * num_layers * expert_bytes / 2**30, **values}
 
 
 def stored(folder: Path, **values: Any) -> dict[str, Any]:
@@ -40,7 +47,16 @@ def counters(llm: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("model", "count"),
-    [("mixtral", 2), ("mixtral", 5), ("qwen3_moe", 4), ("olmoe", 8), ("olmoe", 40)],
+    [
+        ("mixtral", 2),
+        ("mixtral", 5),
+        ("qwen3_moe", 4),
+        ("olmoe", 8),
+        ("olmoe", 40),
+        ("granitemoe", 4),
+        ("gpt_oss", 3),
+        ("deepseek_v2", 6),
+    ],
 )
 def test_tokens_equal_vllms_with_far_experts(model: str, count: int) -> None:
     with engine(model, KV_OFF, experts=slots(model, count)) as llm:
@@ -50,13 +66,24 @@ def test_tokens_equal_vllms_with_far_experts(model: str, count: int) -> None:
     assert used["experts_far_bytes"] > 0 == used["experts_storage_bytes"]
 
 
-@pytest.mark.parametrize(("model", "count"), [("mixtral", 3), ("qwen3_moe", 6), ("olmoe", 20)])
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("mixtral", 3),
+        ("qwen3_moe", 6),
+        ("olmoe", 20),
+        ("granitemoe", 2),
+        ("gpt_oss", 4),
+        ("deepseek_v2", 5),
+    ],
+)
 def test_tokens_equal_vllms_with_stored_experts(tmp_path: Path, model: str, count: int) -> None:
     experts = slots(model, count, **stored(tmp_path))
     result = run(model, PROMPTS, KV_OFF, experts=experts)
     stated = result.manifest["experts"]
     assert (stated["slots"], stated["num_experts"]) == (count, EXPERTS[model][0])
-    assert stated["storage_bytes"] > 0 == stated["far_bytes"]
+    # Biases are too small to be read from a disk one by one.
+    assert 0 <= stated["far_bytes"] < 0.01 * stated["storage_bytes"]
     assert result.tokens == vllm_tokens(model, PROMPTS)
     (file,) = tmp_path.iterdir()
     written = file.stat()
