@@ -19,6 +19,7 @@
 | granitemoe | 3  | GQA, 4 heads on 2               | 8 experts in one tensor of the checkpoint |
 | gpt_oss | 4     | GQA, every other layer in a window | 8 experts with biases, loaded by copies |
 | deepseek_v2 | 3 | multi-head latent               | a dense layer; 16 experts and a shared one |
+| glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -171,6 +172,23 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "glm4_moe": {
+        **_COMMON,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    },
     "deep": {
         **_LLAMA,
         "num_hidden_layers": 30,
@@ -318,6 +336,9 @@ def write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path)
             value = _initial_value(name, tuple(parameter.shape), generator)
             if value is not None:
                 parameter.copy_(value)
+        for name, buffer in sorted(model.named_buffers()):
+            if "correction_bias" in name:  # of the router; at 0 it would choose nothing
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * _BIAS_STD)
     model.save_pretrained(out)
 
 

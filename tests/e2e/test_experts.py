@@ -25,6 +25,7 @@ EXPERTS = {
     "granitemoe": (8, 3, 256),
     "gpt_oss": (8, 4, 256),
     "deepseek_v2": (16, 2, 128),
+    "glm4_moe": (16, 2, 128),
 }
 
 
@@ -56,6 +57,7 @@ def counters(llm: Any) -> dict[str, float]:
         ("granitemoe", 4),
         ("gpt_oss", 3),
         ("deepseek_v2", 6),
+        ("glm4_moe", 5),
     ],
 )
 def test_tokens_equal_vllms_with_far_experts(model: str, count: int) -> None:
@@ -75,6 +77,7 @@ def test_tokens_equal_vllms_with_far_experts(model: str, count: int) -> None:
         ("granitemoe", 2),
         ("gpt_oss", 4),
         ("deepseek_v2", 5),
+        ("glm4_moe", 16),
     ],
 )
 def test_tokens_equal_vllms_with_stored_experts(tmp_path: Path, model: str, count: int) -> None:

@@ -228,6 +228,18 @@ EXPERTS_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--weight-transfer-config", "are slots"],
     ),
     "lora": ({"enable_lora": True}, ["--enable-lora", "adapters belong to experts"]),
+    "pipeline_parallel": (
+        {"pipeline_parallel_size": 2},
+        ["--pipeline-parallel-size 2", "use --tensor-parallel-size instead"],
+    ),
+    "data_parallel": (
+        {"data_parallel_size": 2},
+        ["--data-parallel-size 2", "one server per replica"],
+    ),
+    "speculative_decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ["--speculative-config", "ngram", "leave speculative decoding out"],
+    ),
     "expert_parallel": (
         {"enable_expert_parallel": True},
         ["--enable-expert-parallel", "use --tensor-parallel-size alone"],
@@ -256,6 +268,7 @@ def test_arguments_that_experts_refuse_before_vllm_does_anything(
 
 EXPERTS_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "quantization": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
+    "speculative_decoding": ({}, SimpleNamespace(method="mtp"), "speculative decoding (mtp)"),
 }
 
 

@@ -107,8 +107,9 @@ def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         f"{name} reads or writes the model's parameters, and those of far weights are weight "
-        "buffers; those of FFNs in a neuron store do not exist: for it, start an engine with "
-        "tiered.weights.placement=off and without tiered.ffn.store"
+        "buffers, those of experts are slots, and those of FFNs in a neuron store do not exist: "
+        "for it, start an engine with tiered.weights.placement=off, and without "
+        "tiered.experts.near_gib and tiered.ffn.store"
     )
 
 
@@ -159,7 +160,7 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     except BaseException:
         for ffn in [ffn for ffn in _ffns if ffn not in ffns_before]:
             _close_ffn(ffn)
-        for vllm_config, _ in [one for one in _experts if one not in experts_before]:
+        for vllm_config, _ in _experts[len(experts_before) :]:
             _close_experts(vllm_config)
         offloader = get_offloader()
         if isinstance(offloader, TieredOffloader) and offloader is not before:
@@ -226,7 +227,9 @@ def _init_routed_experts(original: Any, layer: Any, *args: Any, **kwargs: Any) -
     from vllm.config import get_current_vllm_config
 
     original(layer, *args, **kwargs)
-    if _experts and _experts[-1][0] is get_current_vllm_config():
+    # A model within a model is built under a configuration of its own, but the same context.
+    context = get_current_vllm_config().compilation_config.static_forward_context
+    if _experts and _experts[-1][1].is_of(context):
         _experts[-1][1].adopt(layer)
 
 
@@ -299,8 +302,11 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     runners call it, but before it is known whether the weights can be placed.
     """
     experts = _begin_experts(runner.vllm_config)
-    _load_parts(original, runner, *args, **kwargs)
-    if experts is not None:
+    if experts is None:
+        _load_parts(original, runner, *args, **kwargs)
+        return
+    with immediate_release():
+        _load_parts(original, runner, *args, **kwargs)
         experts.finish()
 
 

@@ -14,6 +14,9 @@ from vllm_tiered.errors import IntegrityError
 from vllm_tiered.experts.policy import Experts
 from vllm_tiered.experts.slot_table import NONE, SlotTable, Wave
 
+_MOST_PAIRS = 4096
+"""Most pairs of a token and an expert in one call of the kernel, which bounds its memory."""
+
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """vLLM's kernel on the slots: hidden states [M, H], routing weights [M, K] and slot numbers [M, K]
 to the weighted sum of the experts' outputs [M, H]."""
@@ -54,7 +57,7 @@ class ExpertStats:
 
     Attributes:
         hits, misses: experts that a step used and found in a slot, or had to load.
-        loaded_bytes: bytes loaded for misses.
+        loaded_bytes: bytes loaded for misses, without the rows of ``HostRows``.
         wait_seconds: time for which compute waited for them.
         steps, waves: steps, and their waves that had experts.
     """
@@ -100,7 +103,6 @@ class ExpertLayer:
         self._paged, self._host = paged, host
         self._hits_first = hits_first
         self._bundle_bytes = sum(rows.num_pages * rows.slots.page_bytes for rows in paged)
-        self._bundle_bytes += sum(rows.rows[0].nbytes for rows in host)
         self._failure: BaseException | None = None
 
     def compute(
@@ -176,11 +178,13 @@ class ExpertLayer:
         tokens, choices = np.nonzero(slots != NONE)
         if not len(tokens):
             return
-        rows = torch.from_numpy(tokens).to(x_MH.device)
-        pair_slots = torch.from_numpy(slots[tokens, choices]).to(ids_MK)
-        pair_weights = weights_MK[rows, torch.from_numpy(choices).to(x_MH.device)]
-        pairs_PH = run(x_MH[rows], pair_weights[:, None], pair_slots[:, None])
-        sum_MH.index_add_(0, rows, pairs_PH.float())
+        for begin in range(0, len(tokens), _MOST_PAIRS):
+            part = slice(begin, begin + _MOST_PAIRS)
+            rows = torch.from_numpy(tokens[part]).to(x_MH.device)
+            pair_slots = torch.from_numpy(slots[tokens[part], choices[part]]).to(ids_MK)
+            pair_weights = weights_MK[rows, torch.from_numpy(choices[part]).to(x_MH.device)]
+            pairs_PH = run(x_MH[rows], pair_weights[:, None], pair_slots[:, None])
+            sum_MH.index_add_(0, rows, pairs_PH.float())
 
     def _load(self, wave: Wave) -> list[Event]:
         """Queue the copies of a wave; they wait for the compute that was submitted so far."""

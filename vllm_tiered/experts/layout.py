@@ -55,6 +55,11 @@ class ExpertBundle:
         return tuple(tensor for tensor in self.tensors if tensor.page_bytes is not None)
 
     @property
+    def small(self) -> tuple[ExpertTensor, ...]:
+        """The tensors whose rows stay in host memory."""
+        return tuple(tensor for tensor in self.tensors if tensor.page_bytes is None)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of the pages of a file that holds the rows of all paged tensors."""
         return min((tensor.page_bytes or 0 for tensor in self.paged), default=SMALLEST_PAGE_BYTES)
@@ -63,6 +68,11 @@ class ExpertBundle:
     def file_pages(self) -> int:
         """Number of such pages that one expert takes."""
         return sum(tensor.row_bytes for tensor in self.paged) // self.page_bytes
+
+    def small_pages(self, num_experts: int) -> int:
+        """Return the pages of a file for the rows that stay in host memory, of all experts."""
+        small_bytes = num_experts * sum(tensor.row_bytes for tensor in self.small)
+        return -(-small_bytes // self.page_bytes)
 
 
 def num_slots(

@@ -98,7 +98,7 @@ def test_counts():
         made.layer.compute(x, weights, torch.tensor([ids], dtype=torch.int32), made.run)
     stats = made.layer.stats
     assert (stats.hits, stats.misses, stats.steps) == (4, 5, 3)
-    assert stats.loaded_bytes == 5 * (PAGE + HIDDEN * 4)
+    assert stats.loaded_bytes == 5 * PAGE
     assert stats.waves == 1 + 1 + 2
     made.device.close()
 

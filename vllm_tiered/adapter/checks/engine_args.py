@@ -40,6 +40,10 @@ _SPREAD_OVER_RANKS = Conflict(
 )
 _TWO_HOMES = Conflict(reason="it moves weights too, and a weight has one home")
 
+_DRAFT_EXPERTS = Conflict(
+    reason="near memory is divided before the draft model's experts are known",
+    remedy="leave speculative decoding out",
+)
 _QUANTIZED_EXPERTS = Conflict(reason="only experts in 16 or 32 bit are served from slots so far")
 
 ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
@@ -141,6 +145,7 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "loaded",
                 remedy="leave speculative decoding out",
             ),
+            Part.EXPERTS: _DRAFT_EXPERTS,
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="leave speculative decoding out",
@@ -173,6 +178,10 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "order of all",
                 remedy="use --tensor-parallel-size instead",
             ),
+            Part.EXPERTS: Conflict(
+                reason="near memory is divided by the layers of one stage",
+                remedy="use --tensor-parallel-size instead",
+            ),
             Part.FFN: Conflict(
                 reason="a stage holds only some of the layers, and a store is opened for all of "
                 "them",
@@ -197,6 +206,10 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=above_one("data_parallel_size", "--data-parallel-size"),
         conflicts={
+            Part.EXPERTS: Conflict(
+                reason="replicas exchange the numbers of experts, and each has slots of its own",
+                remedy="start one server per replica, each with a folder of its own",
+            ),
             Part.KV: Conflict(
                 reason="each replica would take the whole far memory budget of this host",
                 remedy="start one server per replica, each with its own --tiered-config.kv.far_gib",

@@ -176,6 +176,10 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "staged",
                 remedy="name the target model alone",
             ),
+            Part.EXPERTS: Conflict(
+                reason="near memory is divided before the draft model's experts are known",
+                remedy="name the target model alone",
+            ),
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="name the target model alone",

@@ -11,7 +11,9 @@ Nothing is model-specific: a bundle is whatever has a leading dimension of exper
 processed the weights.
 """
 
+import importlib.util
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,24 +26,31 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
+from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.pages import PageBuffer
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
-from vllm_tiered.experts.layout import ExpertBundle, ExpertTensor, num_slots
+from vllm_tiered.experts.layout import (
+    SMALLEST_PAGE_BYTES,
+    ExpertBundle,
+    ExpertTensor,
+    num_slots,
+)
 from vllm_tiered.experts.policy import POLICIES
 from vllm_tiered.experts.slot_table import SlotTable
 from vllm_tiered.experts.store import KNOB, ExpertFile
 from vllm_tiered.storage.direct_file import ALIGNMENT, aligned_pages
 from vllm_tiered.storage.immutable_file import Draft
-from vllm_tiered.units import GIB
+from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
-OP = "tiered::routed_experts"
+_MOST_SMALL = 0.05
+"""Largest share of a stored expert's bytes in rows that stay in host memory."""
 
 _library: torch.library.Library | None = None
 
@@ -64,6 +73,12 @@ class _Adopted:
         self.apply: Callable[..., torch.Tensor] = layer.quant_method.apply
         self.process: Callable[[Any], None] = layer.quant_method.process_weights_after_loading
         self.experts: ExpertLayer | None = None
+
+    def close_drafts(self) -> None:
+        """Delete the files that hold the checkpoint's tensors. Idempotent."""
+        for draft in self.drafts:
+            draft.close()
+        self.drafts = []
 
 
 class ExpertsEngine:
@@ -93,11 +108,17 @@ class ExpertsEngine:
         self._file: ExpertFile | None = None
         self._far_bytes = 0
         self._far_budget: float | None = None
+        self._stored_bytes = 0
         self._num_slots = 0
         self._is_complete = False
-        self._near_bytes = self._all_bytes = 0
+        self._near_bytes = self._far_bytes_now = 0
         self._before: dict[str, float] = {}
+        self._stated: manifest.ExpertsManifest | None = None
         register_op()
+
+    def is_of(self, context: dict[str, Any]) -> bool:
+        """Return whether these experts belong to the engine with ``context``."""
+        return self._context is context
 
     # A layer's life ---------------------------------------------------------------------
 
@@ -114,11 +135,11 @@ class ExpertsEngine:
         tensors = _expert_tensors(layer)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         adopted = _Adopted(layer, stored=self._is_stored(layer, num_bytes))
+        self._layers.append(adopted)
         if not adopted.stored:
             self._far_bytes += num_bytes
         else:
             self._prepare_loading(adopted, _bundle(tensors))
-        self._layers.append(adopted)
         name = f"tiered.experts.{layer.layer_name}"
         method = layer.quant_method
         method.process_weights_after_loading = partial(self._process, adopted)
@@ -142,7 +163,7 @@ class ExpertsEngine:
                 if adopted.stored:
                     self._attach(adopted)
         self._is_complete = True
-        stated = self._manifest()
+        stated = self._stated = self._manifest()
         manifest.publish_experts(stated)
         totals.publish("experts", self.total_use)
         if self._rank == 0:
@@ -150,6 +171,8 @@ class ExpertsEngine:
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
+        for adopted in self._layers:
+            adopted.close_drafts()
         self._layers, self._context = [], {}
         if self._file is not None:
             self._file.cancel()
@@ -157,7 +180,8 @@ class ExpertsEngine:
         if self._file is not None:
             self._file.close()
             self._file = None
-        manifest.publish_experts(None)
+        if self._stated is not None:
+            manifest.withdraw_experts(self._stated)
         totals.withdraw("experts", self.total_use)
 
     def take_use(self) -> dict[str, float]:
@@ -192,15 +216,24 @@ class ExpertsEngine:
             "dtype": str(layer.params_dtype),
             "method": type(method).__name__,
             "kernel": method.experts_cls.__name__,
+            "zentorch": importlib.util.find_spec("zentorch") is not None,
+            "vllm": vllm_version(),
             "far_gib": self._config.far_gib,
         }
-        return ExpertFile(
+        file = ExpertFile(
             Path(path),
             rank=self._rank,
             num_ranks=self._num_ranks,
             model=self._model(),
             settings=settings,
         )
+        usable = read_host_memory().usable_bytes // self._num_ranks
+        if file.is_filled and self._config.far_gib == "auto" and file.far_bytes > usable:
+            file.discard(
+                f"leaves {format_bytes(file.far_bytes)} to far memory, which has "
+                f"{format_bytes(usable)} now"
+            )
+        return file
 
     def _is_stored(self, layer: Any, num_bytes: int) -> bool:
         if self._file is None:
@@ -214,17 +247,32 @@ class ExpertsEngine:
         return self._far_bytes + num_bytes > self._far_budget
 
     def _prepare_loading(self, adopted: _Adopted, bundle: ExpertBundle) -> None:
-        """Let the loader skip a stored layer's large tensors, or write them to files on the disk.
+        """Let the loader skip a stored layer's tensors, or write large ones to files on the disk.
 
         New tensors take no memory until something writes to them.
+
+        Raises:
+            BudgetError: the disk has no space for two copies of the stored experts.
         """
         assert self._file is not None and self._config.storage_path is not None
+        if self._file.is_filled:
+            for tensor in bundle.tensors:
+                adopted.layer.get_parameter(tensor.name).weight_loader = _load_nothing
+            return
+        folder = Path(self._config.storage_path)
         for tensor in bundle.paged:
             parameter = adopted.layer.get_parameter(tensor.name)
-            if self._file.is_filled:
-                parameter.weight_loader = _load_nothing
-            else:
-                adopted.drafts.append(_move_to_draft(parameter, Path(self._config.storage_path)))
+            self._stored_bytes += parameter.nbytes
+            adopted.drafts.append(_move_to_draft(parameter, folder))
+        free_bytes = shutil.disk_usage(folder).free
+        if self._stored_bytes > free_bytes:
+            old = self._file.path
+            hint = f", or remove {old}, which would be replaced" if old.exists() else ""
+            raise BudgetError(
+                f"{format_bytes(self._stored_bytes)} of experts or more are to be stored in "
+                f"{KNOB} {folder}, twice while they are made from the checkpoint, and "
+                f"{format_bytes(free_bytes)} are free beside the first copy: make room{hint}"
+            )
 
     def _process(self, adopted: _Adopted, layer: Any) -> None:
         """Let vLLM process a layer's weights, and move the result to its tier."""
@@ -242,17 +290,15 @@ class ExpertsEngine:
                 num_experts=layer.local_num_experts,
                 top_k=layer.top_k,
             )
-        self._all_bytes += bundle.num_bytes * layer.local_num_experts
         if adopted.stored and self._file is not None and not self._file.is_filled:
             if not self._file.layers:
                 names = [one.layer.layer_name for one in self._layers if one.stored]
-                self._file.begin(names, bundle, layer.local_num_experts)
+                _check_mostly_paged(layer, bundle)
+                self._file.begin(names, bundle, layer.local_num_experts, self._far_bytes)
             self._file.fill(layer.layer_name, tensors)
             _keep_one_expert(layer, bundle)
             del tensors
-            for draft in adopted.drafts:
-                draft.close()
-            adopted.drafts = []
+            adopted.close_drafts()
         elif self._num_slots < layer.local_num_experts or adopted.stored:
             self._attach(adopted)
         else:  # a slot for each expert: nothing to do better than vLLM
@@ -265,6 +311,15 @@ class ExpertsEngine:
         tensors = _processed_tensors(layer)
         bundle = _bundle(tensors)
         page_bytes = bundle.page_bytes
+        stored: dict[str, torch.Tensor] = {}
+        if adopted.stored:
+            assert self._file is not None
+            if (bundle, layer.local_num_experts) != (self._file.bundle, self._file.num_experts):
+                raise ConfigError(
+                    f"{self._file.path} has other tensors than {layer.layer_name}: remove it, and "
+                    "the next start fills it anew"
+                )
+            stored = self._file.small_rows(layer.layer_name)
         paged: list[PagedRows] = []
         host: list[HostRows] = []
         offsets = iter(self._file.offsets() if adopted.stored and self._file else ())
@@ -274,7 +329,12 @@ class ExpertsEngine:
             shape = (self._num_slots, *rows.shape[1:])
             if tensor.page_bytes is None:
                 slots = rows.new_zeros(shape)
-                host.append(HostRows(rows.clone(), slots))
+                of_all = rows.clone()
+                if tensor.name in stored:
+                    whole = (layer.local_num_experts, *rows.shape[1:])
+                    of_all = stored[tensor.name].view(-1).view(rows.dtype).view(whole)
+                host.append(HostRows(of_all, slots))
+                self._far_bytes_now += of_all.nbytes
             else:
                 num_pages = tensor.row_bytes // page_bytes
                 memory = aligned_pages(self._num_slots * num_pages, page_bytes, rows.device)
@@ -286,6 +346,7 @@ class ExpertsEngine:
                 else:
                     source = PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
                     stride, offset = num_pages, 0
+                    self._far_bytes_now += rows.nbytes
                 paged.append(PagedRows(source, PageBuffer(memory), num_pages, stride, offset))
             parameter.data = slots
             self._near_bytes += slots.nbytes
@@ -302,7 +363,6 @@ class ExpertsEngine:
 
     def _manifest(self) -> manifest.ExpertsManifest:
         first = self._layers[0]
-        stored = self._file.num_bytes if self._file is not None else 0
         return manifest.ExpertsManifest(
             num_layers=len(self._layers),
             num_experts=first.layer.local_num_experts,
@@ -310,8 +370,8 @@ class ExpertsEngine:
             slots=self._num_slots,
             policy=self._config.policy,
             near_bytes=self._near_bytes,
-            far_bytes=max(0, self._all_bytes - stored),
-            storage_bytes=stored,
+            far_bytes=self._far_bytes_now,
+            storage_bytes=self._file.num_bytes if self._file is not None else 0,
         )
 
 
@@ -370,8 +430,8 @@ def _check_layer(layer: Any) -> None:
         reason = f"its experts are quantized ({type(method).__name__})"
     elif device is None or device.type != "cpu":
         reason = f"its experts are on {device}, and only vLLM's CPU backend is served so far"
-    elif parallel.use_ep or parallel.enable_eplb:
-        reason = "its experts are spread over ranks (expert parallel)"
+    elif parallel.use_ep or parallel.enable_eplb or parallel.dp_size > 1:
+        reason = "its experts are spread over ranks (expert or data parallel)"
     elif method.is_monolithic:
         reason = f"its kernel routes by itself ({method.experts_cls.__name__})"
     elif method.mk_can_overlap_shared_experts:
@@ -383,12 +443,17 @@ def _check_layer(layer: Any) -> None:
 
 
 def _expert_tensors(layer: nn.Module, *also: int) -> dict[str, torch.Tensor]:
-    """Return the layer's tensors with a leading dimension of experts (or of ``also``), by name."""
+    """Return the layer's tensors with a leading dimension of experts (or of ``also``), by name.
+
+    The router's bias has one, too, but it is the gate's, which refers to it from here.
+    """
     leading = {layer.local_num_experts, *also}
     return {
         name: parameter.data
         for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.ndim and parameter.shape[0] in leading
+        if parameter.ndim
+        and parameter.shape[0] in leading
+        and parameter is not layer.e_score_correction_bias
     }
 
 
@@ -405,9 +470,19 @@ def _bundle(tensors: Mapping[str, torch.Tensor]) -> ExpertBundle:
     )
 
 
+def _check_mostly_paged(layer: Any, bundle: ExpertBundle) -> None:
+    small = sum(tensor.row_bytes for tensor in bundle.small)
+    if small > _MOST_SMALL * bundle.num_bytes:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {format_bytes(small)} of an expert's "
+            f"{format_bytes(bundle.num_bytes)} are in rows that are not whole blocks of "
+            f"{SMALLEST_PAGE_BYTES} bytes, and would stay in host memory: leave {KNOB} out"
+        )
+
+
 def _keep_one_expert(layer: nn.Module, bundle: ExpertBundle) -> None:
-    """Free the memory of the layer's large tensors, but for the first expert's rows."""
-    for tensor in bundle.paged:
+    """Free the memory of the layer's tensors, but for the first expert's rows."""
+    for tensor in bundle.tensors:
         parameter = layer.get_parameter(tensor.name)
         parameter.data = parameter.data[:1].clone()
 

@@ -383,6 +383,12 @@ def publish_experts(manifest: ExpertsManifest | None) -> None:
     _experts = manifest
 
 
+def withdraw_experts(manifest: ExpertsManifest | None) -> None:
+    """Remove ``manifest``, unless another engine has published its own since."""
+    if _experts is manifest:
+        publish_experts(None)
+
+
 def publish_weights(manifest: WeightsManifest | None) -> None:
     """Make ``manifest`` part of what :func:`current` returns in this process."""
     global _weights
