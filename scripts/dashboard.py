@@ -199,6 +199,41 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             queries={"waiting": _rate("weights_stall_seconds_total")},
         ),
     ),
+    "Experts": (
+        Panel(
+            title="Experts found near",
+            help="Share of the experts named by the router that were in a slot. Low with many "
+            "requests or long prompts, which want nearly all; else raise experts.near_gib.",
+            unit="percentunit",
+            queries={
+                "hits": f"{_rate('experts_hits_total')} / "
+                f"({_rate('experts_hits_total')} + {_rate('experts_misses_total')} > 0)"
+            },
+        ),
+        Panel(
+            title="Experts loaded",
+            help="Bytes per second, by where they came from.",
+            unit="Bps",
+            queries={"{{source}}": _rate("experts_loaded_bytes_total", " by (source) ")},
+        ),
+        Panel(
+            title="Waiting for experts",
+            help="Seconds per second in which compute waited for experts, all ranks. Near the "
+            "number of ranks: the model is bound by the link or the disk.",
+            unit="none",
+            queries={"waiting": _rate("experts_wait_seconds_total")},
+        ),
+        Panel(
+            title="Waves of a layer's step",
+            help="Waves in which a layer's step computes its experts. 1 to 2: they fit the slots. "
+            "More: a step wants more experts than there are slots.",
+            unit="none",
+            queries={
+                "waves": f"{_rate('experts_waves_total')} / "
+                f"({_rate('experts_layer_steps_total')} > 0)"
+            },
+        ),
+    ),
     "Sparse FFN": (
         Panel(
             title="Neurons found near",

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.vllm_overlay import download, installed_package
-from vllm_tiered.adapter.extension_points import POINTS
+from vllm_tiered.adapter.extension_points import EXPERT_POINTS, POINTS
 
 ROOT = Path(__file__).resolve().parents[1]
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -118,7 +118,8 @@ def _names(node: Node) -> set[str]:
 
 def touched_names() -> list[str]:
     """Return the dotted names of vLLM that the product imports, wraps or lists."""
-    names = {f"{owner}.{part.partition('(')[0]}" for owner, parts, _ in POINTS for part in parts}
+    points = (*POINTS, *EXPERT_POINTS)
+    names = {f"{owner}.{part.partition('(')[0]}" for owner, parts, _ in points for part in parts}
     for file in (ROOT / "vllm_tiered").rglob("*.py"):
         names |= _imported_and_wrapped(ast.parse(file.read_text()))
     return sorted(names)

@@ -13,6 +13,13 @@
 | mistral | 2     | GQA, 4 heads on 2               | Llama's under another name            |
 | phi3   | 4      | MHA, 4 heads                    | gate and up in one, in the checkpoint too |
 | falcon | 4      | MQA, 4 heads on 1               | attention and FFN from the same input |
+| mixtral | 3     | GQA, 4 heads on 2               | 8 experts, top 2, renormalised |
+| qwen3_moe | 3   | GQA, 4 heads on 2               | 16 experts, top 4 |
+| olmoe  | 4      | MHA, 4 heads                    | 64 experts, top 8, not renormalised |
+| granitemoe | 3  | GQA, 4 heads on 2               | 8 experts in one tensor of the checkpoint |
+| gpt_oss | 4     | GQA, every other layer in a window | 8 experts with biases, loaded by copies |
+| deepseek_v2 | 3 | multi-head latent               | a dense layer; 16 experts and a shared one |
+| glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -93,6 +100,94 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bias": False,
         "alibi": False,
         "new_decoder_architecture": False,
+    },
+    "mixtral": {
+        **_COMMON,
+        "model_type": "mixtral",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        **_COMMON,
+        "model_type": "olmoe",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "granitemoe": {
+        **_COMMON,
+        "model_type": "granitemoe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        **_COMMON,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+    },
+    "deepseek_v2": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,  # with the rotated part, what vLLM's CPU kernel takes
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm4_moe": {
+        **_COMMON,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
     },
     "deep": {
         **_LLAMA,
@@ -241,6 +336,9 @@ def write_model(shape: Mapping[str, Any], vocab_size: int, seed: int, out: Path)
             value = _initial_value(name, tuple(parameter.shape), generator)
             if value is not None:
                 parameter.copy_(value)
+        for name, buffer in sorted(model.named_buffers()):
+            if "correction_bias" in name:  # of the router; at 0 it would choose nothing
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * _BIAS_STD)
     model.save_pretrained(out)
 
 
@@ -253,7 +351,7 @@ def _initial_value(name: str, shape: tuple[int, ...], generator: Any) -> Any:
     std = _BIAS_STD
     if "embed" in name:
         std = 1.0
-    elif len(shape) == 2:
+    elif len(shape) >= 2:  # experts have a third dimension before the two
         gain = _GAIN_QUERY_KEY if ".q_proj" in name or ".k_proj" in name else _GAIN_OTHER
-        std = gain / shape[1] ** 0.5
+        std = gain / shape[-1] ** 0.5
     return torch.randn(shape, generator=generator) * std

@@ -60,6 +60,7 @@ def engine(
     *,
     weights: dict[str, Any] | None = None,
     ffn: dict[str, Any] | None = None,
+    experts: dict[str, Any] | None = None,
     **engine_args: Any,
 ) -> Iterator[Any]:
     """Yield an in-process ``LLM``; ``tiered`` is the plugin's ``kv`` section, None for vLLM."""
@@ -74,6 +75,7 @@ def engine(
     manifest.publish_kv(None)
     manifest.publish_weights(None)
     manifest.publish_ffn(None)
+    manifest.publish_experts(None)
     manifest.publish_l2(None)
     arguments: dict[str, Any] = {
         "dtype": "float32",
@@ -89,6 +91,7 @@ def engine(
     }
     if tiered is not None:
         sections = {"kv": tiered, "weights": weights or {}, "ffn": ffn or {}}
+        sections |= {"experts": experts or {}}
         arguments["additional_config"] = {"tiered": sections}
     llm = None
     with young_garbage():

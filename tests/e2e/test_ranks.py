@@ -75,3 +75,23 @@ def test_stored_weights(two_ranks, tmp_path: Path) -> None:
     assert start() == written, "they were read only"
     (tmp_path / "rank1of2.weights").unlink()
     assert start()[0] != written[0]
+
+
+def test_experts(two_ranks, tmp_path: Path) -> None:
+    """Each rank has slots and a file for its shard of each expert, on the first start and later."""
+    shard_bytes = 3 * 128 // 2 * 256 * 4
+    experts = {
+        "near_gib": 6.1 * 3 * shard_bytes / 2**30,
+        "storage_path": str(tmp_path),
+        "far_gib": 0,
+    }
+    expected = vllm_tokens("qwen3_moe", PROMPTS)
+    for _ in range(2):
+        with engine("qwen3_moe", {"enabled": False}, experts=experts, **two_ranks) as llm:
+            assert generate(llm, PROMPTS) == expected
+            for state in llm.collective_rpc("tiered_state"):
+                assert state["experts"]["slots"] == 6
+                assert state["experts"]["storage_bytes"] == 3 * 16 * shard_bytes
+                assert state["experts"]["counters"]["experts_storage_bytes"] > 0
+        names = {file.name for file in tmp_path.iterdir()}
+        assert names == {"rank0of2.experts", "rank1of2.experts"}

@@ -220,6 +220,73 @@ def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
         checks.check_device(Part.FFN, "xpu")
 
 
+EXPERTS_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "quantization": ({"quantization": "fp8"}, ["--quantization fp8", "16 or 32 bit"]),
+    "cpu_offload": ({"cpu_offload_gb": 1.0}, ["--cpu-offload-gb 1.0", "one home"]),
+    "weight_transfer": (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        ["--weight-transfer-config", "are slots"],
+    ),
+    "lora": ({"enable_lora": True}, ["--enable-lora", "adapters belong to experts"]),
+    "pipeline_parallel": (
+        {"pipeline_parallel_size": 2},
+        ["--pipeline-parallel-size 2", "use --tensor-parallel-size instead"],
+    ),
+    "data_parallel": (
+        {"data_parallel_size": 2},
+        ["--data-parallel-size 2", "one server per replica"],
+    ),
+    "speculative_decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ["--speculative-config", "ngram", "leave speculative decoding out"],
+    ),
+    "expert_parallel": (
+        {"enable_expert_parallel": True},
+        ["--enable-expert-parallel", "use --tensor-parallel-size alone"],
+    ),
+    "elastic_expert_parallel": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
+    "microbatches": ({"ubatch_size": 2}, ["--ubatch-size 2"]),
+    "sleep_mode": ({"enable_sleep_mode": True}, ["--enable-sleep-mode"]),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS_ARGUMENTS)
+def test_arguments_that_experts_refuse_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name
+):
+    fields, expected = EXPERTS_ARGUMENTS[name]
+    tiered = {"kv": {"enabled": False}, "experts": {"near_gib": 1}}
+    engine_args = make_engine_args(additional_config={"tiered": tiered}, **fields)
+    monkeypatch.setattr(
+        type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        engine_args.create_engine_config()
+    for part in [*expected, "experts in slots", "or leave tiered.experts.near_gib out"]:
+        assert part in str(refused.value)
+
+
+EXPERTS_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "quantization": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
+    "speculative_decoding": ({}, SimpleNamespace(method="mtp"), "speculative decoding (mtp)"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS_MODELS)
+def test_models_that_experts_refuse(name):
+    changes, speculation, expected = EXPERTS_MODELS[name]
+    config = config_of({"quantization": None, "is_moe": True, **changes}, speculation)
+    with pytest.raises(UnsupportedError, match=r"or leave tiered\.experts\.near_gib") as refused:
+        checks.check_vllm_config(Part.EXPERTS, config)
+    assert expected in str(refused.value)
+
+
+def test_experts_run_on_the_cpu_backend_so_far():
+    checks.check_device(Part.EXPERTS, "cpu")
+    with pytest.raises(UnsupportedError, match=r'device is "cuda": leave tiered\.experts'):
+        checks.check_device(Part.EXPERTS, "cuda")
+
+
 def test_nothing_is_checked_with_kv_switched_off(make_engine_args):
     engine_args = make_engine_args(
         additional_config={"tiered": {"kv": {"enabled": False}}},
@@ -308,6 +375,7 @@ def test_a_plain_decoder_is_compatible():
 TESTED: dict[Part, tuple[dict[str, Any], dict[str, Any]]] = {
     Part.KV: (KV_ARGUMENTS, KV_MODELS),
     Part.WEIGHTS: (WEIGHTS_ARGUMENTS, WEIGHTS_MODELS),
+    Part.EXPERTS: (EXPERTS_ARGUMENTS, EXPERTS_MODELS),
     Part.FFN: (FFN_ARGUMENTS, FFN_MODELS),
 }
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from vllm_tiered import config, errors
-from vllm_tiered.config import FfnConfig, KvConfig, TieredConfig, WeightsConfig
+from vllm_tiered.config import ExpertsConfig, FfnConfig, KvConfig, TieredConfig, WeightsConfig
 
 
 def test_keys_and_defaults():
@@ -28,6 +28,12 @@ def test_keys_and_defaults():
             "storage_path": None,
             "compress": "none",
             "percents": None,
+        },
+        "experts": {
+            "near_gib": "auto",
+            "far_gib": "auto",
+            "storage_path": None,
+            "policy": "lru",
         },
         "ffn": {
             "store": None,
@@ -89,6 +95,15 @@ def test_a_mix_is_three_shares():
     for wrong in ([0.5, 0.5], [0.5, 0.5, 0.5], [-0.1, 0.5, 0.5], [0, 0, 0], "half"):
         with pytest.raises(errors.ConfigError, match=r"tiered\.ffn\.mix"):
             FfnConfig.from_dict({"mix": wrong})
+
+
+def test_experts_without_slots_or_a_place_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"experts\.policy is 'lfu', but all experts stay"):
+        ExpertsConfig(policy="lfu").check()
+    with pytest.raises(errors.ConfigError, match=r"far_gib is 2, and there is no place .* an SSD"):
+        ExpertsConfig(near_gib=1, far_gib=2).check()
+    ExpertsConfig(near_gib=1, far_gib=2, storage_path="/ssd").check()
+    assert not ExpertsConfig().is_used and ExpertsConfig(near_gib=1).is_used
 
 
 def test_an_ffn_without_a_store_is_refused():

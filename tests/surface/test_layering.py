@@ -4,7 +4,8 @@
 L4  cli
 L3  adapter --> vllm
 L2  report
-L1  kv weights ffn l2 planner probe accelerator (each alone, but for the files in `SHARED_LAYOUTS`)
+L1  kv weights experts ffn l2 planner probe accelerator (each alone, but for the files in
+    `SHARED_LAYOUTS`)
 L0  devices energy kernels, above storage (shares `devices/pages.py`), above
     config errors untrusted units
 """
@@ -23,7 +24,7 @@ PACKAGE = "vllm_tiered"
 
 BASE = {"config", "errors", "untrusted", "units"}
 L0 = BASE | {"devices", "storage", "energy", "kernels"}
-L1 = {"kv", "weights", "ffn", "l2", "planner", "probe", "accelerator"}
+L1 = {"kv", "weights", "experts", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})
 
 
@@ -46,6 +47,7 @@ LAYERS = {
     "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
     "kv": Layer(units=L0, third_party={"torch", "numpy"}),
     "weights": Layer(units=L0, third_party={"torch", "numpy"}),
+    "experts": Layer(units=L0, third_party={"torch", "numpy"}),
     "ffn": Layer(units=L0, third_party={"torch", "numpy", "safetensors", "transformers", "ray"}),
     "l2": Layer(units=L0, third_party={"torch", "numpy"}),
     "planner": Layer(units=BASE | {"energy"}, third_party={"numpy", "scipy"}),

@@ -107,7 +107,7 @@ def _create_engine_config(
         if config is None:
             _warn_if_only_configured(config_file)
             return original(engine_args, *args, **kwargs)
-        check_extension_points()
+        check_extension_points(experts=config.experts.is_used)
         endpoint.announce()
         _check_engine_args(config, engine_args)
         fields: dict[str, Any] = {"additional_config": _with_config(engine_args, config)}
@@ -132,6 +132,9 @@ def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
         if config.weights.shares_with_kv:
             kv_sharing.check_args(engine_args, os.environ)
         checks.check_device(Part.WEIGHTS, device_type())
+    if config.experts.is_used:
+        checks.check_engine_args(Part.EXPERTS, engine_args)
+        checks.check_device(Part.EXPERTS, device_type())
     if config.ffn.is_used:
         checks.check_engine_args(Part.FFN, engine_args)
         checks.check_device(Part.FFN, device_type())
@@ -147,6 +150,8 @@ def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         checks.check_vllm_config(Part.KV, vllm_config)
     if config.weights.places:
         checks.check_vllm_config(Part.WEIGHTS, vllm_config)
+    if config.experts.is_used:
+        checks.check_vllm_config(Part.EXPERTS, vllm_config)
     if config.ffn.is_used:
         checks.check_vllm_config(Part.FFN, vllm_config)
     if config.l2.prefetch == "on":

@@ -173,6 +173,24 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
 )
 
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+EXPERT_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        f"{_FUSED_MOE}.routed_experts.RoutedExperts",
+        ("__init__", "forward_modular(x, topk_weights, topk_ids, shared, shared_input)"),
+        "keeping experts in slots",
+    ),
+    (
+        f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+        (
+            "apply(layer=, x=, topk_weights=, topk_ids=, shared_experts=, shared_experts_input=)",
+            "process_weights_after_loading(layer)",
+        ),
+        "keeping experts in slots",
+    ),
+)
+"""Those of `tiered.experts` alone: importing their modules takes seconds."""
+
 # (class of ours, vLLM's class): methods of both are called by vLLM with the base class's arguments.
 _OVERRIDES = (
     (
@@ -208,23 +226,30 @@ def postpone(needed_for: str, error: VersionError) -> None:
         _postponed.append(point)
 
 
-def extension_points() -> list[ExtensionPoint]:
+def extension_points(*, experts: bool = True) -> list[ExtensionPoint]:
     """Look up every attribute that the adapter uses in the installed vLLM, and compare calls.
 
     This imports the attributes' modules, which takes about 2 s the first time.
+
+    Args:
+        experts: look those of `tiered.experts` up, too.
     """
     found = [
         _find_attribute(owner, attribute, needed_for)
-        for owner, attributes, needed_for in POINTS
+        for owner, attributes, needed_for in (*POINTS, *(EXPERT_POINTS if experts else ()))
         for attribute in attributes
     ]
     overrides = [point for entry in _OVERRIDES for point in _find_overrides(*entry)]
     return found + overrides + _postponed
 
 
-def check_extension_points() -> None:
-    """Raise VersionError that names each extension point that cannot be used."""
-    points = extension_points()
+def check_extension_points(*, experts: bool = True) -> None:
+    """Raise VersionError that names each extension point that cannot be used.
+
+    Args:
+        experts: check those of `tiered.experts`, too.
+    """
+    points = extension_points(experts=experts)
     unusable = [point for point in points if not point.is_usable]
     if unusable:
         lines = "; ".join(f"{p.name} ({p.needed_for}): {p.problem}" for p in unusable)

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.offloader.base import BaseOffloader
 
@@ -23,8 +23,14 @@ from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.memory_release import immediate_release
 from vllm_tiered.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from vllm_tiered.adapter.experts.engine import ExpertsEngine
+
 _ffns: list[FfnEngine] = []
 """FFN engines of this process, in the order in which they started."""
+
+_experts: list[tuple[Any, "ExpertsEngine"]] = []
+"""Experts of this process's engines, each with its configuration; the last one adopts layers."""
 
 _NOT_AFTER_STAGING = (
     "reload_weights",
@@ -54,7 +60,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     from vllm.model_executor.offloader import get_offloader
 
     config = _config(wrapper.vllm_config)
-    is_ours = config.weights.places or config.ffn.is_used
+    is_ours = config.weights.places or config.ffn.is_used or config.experts.is_used
     if is_ours:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -67,6 +73,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
+        wrapper.tiered_config = wrapper.vllm_config
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
@@ -100,8 +107,9 @@ def _capture(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         f"{name} reads or writes the model's parameters, and those of far weights are weight "
-        "buffers; those of FFNs in a neuron store do not exist: for it, start an engine with "
-        "tiered.weights.placement=off and without tiered.ffn.store"
+        "buffers, those of experts are slots, and those of FFNs in a neuron store do not exist: "
+        "for it, start an engine with tiered.weights.placement=off, and without "
+        "tiered.experts.near_gib and tiered.ffn.store"
     )
 
 
@@ -116,6 +124,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
         original(wrapper)
     finally:
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
+        _close_experts(getattr(wrapper, "tiered_config", None))
         offloader = getattr(wrapper, "tiered_offloader", None)
         if isinstance(offloader, TieredOffloader):
             offloader.close()
@@ -145,12 +154,14 @@ def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     """Close our offloader and FFN if the engine's start fails, as nothing else would."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
-    before, ffns_before = get_offloader(), list(_ffns)
+    before, ffns_before, experts_before = get_offloader(), list(_ffns), list(_experts)
     try:
         original(engine, *args, **kwargs)
     except BaseException:
         for ffn in [ffn for ffn in _ffns if ffn not in ffns_before]:
             _close_ffn(ffn)
+        for vllm_config, _ in _experts[len(experts_before) :]:
+            _close_experts(vllm_config)
         offloader = get_offloader()
         if isinstance(offloader, TieredOffloader) and offloader is not before:
             offloader.close()
@@ -164,7 +175,8 @@ def drain_metrics() -> dict[str, float]:
 
     offloader = get_offloader()
     use = offloader.take_use() if isinstance(offloader, TieredOffloader) else {}
-    return use | _ffns[-1].take_use() if _ffns else use
+    use |= _ffns[-1].take_use() if _ffns else {}
+    return use | _experts[-1][1].take_use() if _experts else use
 
 
 def _ffn_of(vllm_config: Any) -> FfnEngine | None:
@@ -180,6 +192,45 @@ def _close_ffn(ffn: FfnEngine | None) -> None:
         ffn.close()
         if ffn in _ffns:
             _ffns.remove(ffn)
+
+
+def _close_experts(vllm_config: Any) -> None:
+    for one in [one for one in _experts if one[0] is vllm_config]:
+        one[1].close()
+        _experts.remove(one)
+
+
+def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
+    """Make the engine that adopts the layers which are built from now on, if one is wanted."""
+    config = _config(vllm_config).experts
+    if not config.is_used:
+        return None
+    # Imported only for an engine that wants it: vLLM's layers of experts take seconds to import.
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from vllm_tiered.adapter.experts.engine import ExpertsEngine
+
+    compat.wrap_once(RoutedExperts, "__init__", _init_routed_experts)
+    parallel = vllm_config.parallel_config
+    engine = ExpertsEngine(
+        config,
+        context=vllm_config.compilation_config.static_forward_context,
+        model=partial(describe_checkpoint, vllm_config),
+        rank=parallel.rank,
+        num_ranks=parallel.world_size,
+    )
+    _experts.append((vllm_config, engine))
+    return engine
+
+
+def _init_routed_experts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    from vllm.config import get_current_vllm_config
+
+    original(layer, *args, **kwargs)
+    # A model within a model is built under a configuration of its own, but the same context.
+    context = get_current_vllm_config().compilation_config.static_forward_context
+    if _experts and _experts[-1][1].is_of(context):
+        _experts[-1][1].adopt(layer)
 
 
 def _config(vllm_config: Any) -> TieredConfig:
@@ -245,11 +296,21 @@ def _post_init_deferred(offloader: BaseOffloader) -> Iterator[None]:
 
 
 def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Load the model, then start our FFN and finish our offloader.
+    """Load the model, then start our FFN and finish our offloader and experts.
 
     vLLM's CPU runner does not call the offloader's `post_init` after loading the weights. The other
     runners call it, but before it is known whether the weights can be placed.
     """
+    experts = _begin_experts(runner.vllm_config)
+    if experts is None:
+        _load_parts(original, runner, *args, **kwargs)
+        return
+    with immediate_release():
+        _load_parts(original, runner, *args, **kwargs)
+        experts.finish()
+
+
+def _load_parts(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.model_executor.offloader import get_offloader
 
     offloader, ffn = get_offloader(), _ffn_of(runner.vllm_config)

@@ -8,7 +8,13 @@ from typing import Any
 State = Mapping[str, Any]
 """An answer of GET /tiered."""
 
-PARTS = {"kv": "KV cache", "weights": "weights", "ffn": "sparse FFN", "l2": "L2 prefetch"}
+PARTS = {
+    "kv": "KV cache",
+    "weights": "weights",
+    "experts": "experts",
+    "ffn": "sparse FFN",
+    "l2": "L2 prefetch",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +107,7 @@ def bytes_by_tier(now: State) -> dict[str, int]:
         tier: sum(
             worker.get(part, {}).get(f"{tier}_bytes") or 0
             for worker in now["workers"]
-            for part in ("kv", "weights", "ffn")
+            for part in ("kv", "weights", "experts", "ffn")
         )
         for tier in ("near", "far", "storage")
     }

@@ -6,6 +6,7 @@ object, however it was made, has passed its rules and holds each value in its fi
 reader has to check or convert again.
 """
 
+from vllm_tiered.config.experts import ExpertsConfig
 from vllm_tiered.config.ffn import FfnConfig
 from vllm_tiered.config.kv import KvConfig
 from vllm_tiered.config.l2 import L2Config
@@ -17,6 +18,7 @@ from vllm_tiered.config.weights import WeightsConfig
 __all__ = [
     "ROOT_KEY",
     "SECTIONS",
+    "ExpertsConfig",
     "FfnConfig",
     "KvConfig",
     "L2Config",

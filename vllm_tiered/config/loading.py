@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_tiered.config.experts import ExpertsConfig
 from vllm_tiered.config.ffn import FfnConfig
 from vllm_tiered.config.kv import KvConfig
 from vllm_tiered.config.l2 import L2Config
@@ -20,7 +21,14 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.units import MIB, format_bytes
 from vllm_tiered.untrusted import parse_json
 
-SECTIONS: tuple[type[Section], ...] = (KvConfig, WeightsConfig, FfnConfig, L2Config, ReportConfig)
+SECTIONS: tuple[type[Section], ...] = (
+    KvConfig,
+    WeightsConfig,
+    ExpertsConfig,
+    FfnConfig,
+    L2Config,
+    ReportConfig,
+)
 """The sections, in the order of the documentation."""
 
 _MAX_FILE_BYTES = MIB
@@ -32,6 +40,7 @@ class TieredConfig:
 
     kv: KvConfig = field(default_factory=KvConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     ffn: FfnConfig = field(default_factory=FfnConfig)
     l2: L2Config = field(default_factory=L2Config)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -12,16 +12,16 @@ start to start.
 
 import contextlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
+from vllm_tiered.storage.immutable_file import Draft
+from vllm_tiered.storage.rewritable_file import RewritableFile, aside, set_aside
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, Sublayer, extent_bytes_of
 from vllm_tiered.weights.placement import Placement
@@ -29,26 +29,6 @@ from vllm_tiered.weights.placement import Placement
 logger = logging.getLogger("vllm.tiered")
 
 KNOB = "weights.storage_path"
-
-
-class _StoredPages(ImmutableFile):
-    """File of weights that is set aside when a page of it is lost."""
-
-    is_cancelled = False
-
-    def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        try:
-            return super().read(page_ids, near, near_pages)
-        except IntegrityError as error:
-            if self.is_cancelled or not _set_aside(self.path):
-                raise
-            raise IntegrityError(
-                f"{error}. It is now {_aside(self.path).name}: start the engine again"
-            ) from error
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        super().cancel()
 
 
 class WeightStore:
@@ -85,7 +65,7 @@ class WeightStore:
         self._tiers: dict[str, Any] = {}
         self.expectation: dict[str, Any] | None = None
         self._draft: Draft | None = None
-        self._pages: _StoredPages | None = None
+        self._pages: RewritableFile | None = None
         self._reason = ""
         self._open()
 
@@ -162,7 +142,7 @@ class WeightStore:
         if self._pages is not None:
             return None
         with contextlib.suppress(OSError):
-            _aside(self.path).unlink(missing_ok=True)
+            aside(self.path).unlink(missing_ok=True)
         try:
             self._draft = Draft(self._folder, num_pages, BUFFER_ALIGNMENT, knob=KNOB)
         except BudgetError as error:
@@ -186,7 +166,7 @@ class WeightStore:
             self._draft.publish(self.path, {**self._about, **plan})
             self._draft.close()
             self._draft = None
-            self._pages = _StoredPages(self.path, self._where)
+            self._pages = RewritableFile(self.path, self._where)
         return self._pages.buffer()
 
     def cancel(self) -> None:
@@ -203,11 +183,11 @@ class WeightStore:
 
     def _open(self) -> None:
         try:
-            pages = _StoredPages(self.path, self._where)
+            pages = RewritableFile(self.path, self._where)
         except (FileNotFoundError, NotADirectoryError):
             return
         except IntegrityError as error:
-            if not _set_aside(self.path):
+            if not set_aside(self.path):
                 raise
             logger.warning("tiered weights: the file is filled anew: %s", error)
             return
@@ -232,22 +212,6 @@ class WeightStore:
         """Describe a page and its sublayer, for messages."""
         owners = [owner for owner, count in self._tiers["pages"] for _ in range(count)]
         return f"page {page} ({owners[page]})"
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.damaged")
-
-
-def _set_aside(path: Path) -> bool:
-    """Rename a damaged file, so that the next start does not read it; return whether it worked."""
-    try:
-        os.replace(path, _aside(path))
-    except FileNotFoundError:
-        return _aside(path).exists()  # another read of the same file was first
-    except OSError:
-        return False
-    logger.error("tiered weights: %s is damaged and was renamed to %s", path, _aside(path).name)
-    return True
 
 
 def _tiers(placement: Placement) -> dict[str, Any]:

@@ -273,7 +273,15 @@ def test_an_unreadable_file_is_named(tmp_path, name):
 
 # Values that no user means ------------------------------------------------------------------
 
-GIB_KEYS = ("kv.far_gib", "weights.near_gib", "weights.far_gib", "ffn.near_gib", "ffn.far_gib")
+GIB_KEYS = (
+    "kv.far_gib",
+    "weights.near_gib",
+    "weights.far_gib",
+    "experts.near_gib",
+    "experts.far_gib",
+    "ffn.near_gib",
+    "ffn.far_gib",
+)
 NUMBER_KEYS = (
     *GIB_KEYS,
     "kv.expansion",
@@ -282,7 +290,13 @@ NUMBER_KEYS = (
     "l2.budget_mib",
     "report.carbon_intensity",
 )
-PATH_KEYS = ("kv.path", "weights.storage_path", "ffn.store", "report.path")
+PATH_KEYS = (
+    "kv.path",
+    "weights.storage_path",
+    "experts.storage_path",
+    "ffn.store",
+    "report.path",
+)
 
 
 def from_key(key, value):

@@ -18,6 +18,7 @@ class Part(Enum):
 
     KV = "kv"
     WEIGHTS = "weights"
+    EXPERTS = "experts"
     FFN = "ffn"
     L2 = "l2"
 
@@ -35,12 +36,14 @@ class Part(Enum):
 _ACTIONS = {
     Part.KV: "swap the KV cache",
     Part.WEIGHTS: "place weights",
+    Part.EXPERTS: "keep experts in slots",
     Part.FFN: "compute the FFN from a neuron store",
     Part.L2: "prefetch behind all-reduces",
 }
 _OFF_SWITCHES = {
     Part.KV: "set tiered.kv.enabled to false",
     Part.WEIGHTS: "set tiered.weights.placement to off",
+    Part.EXPERTS: "leave tiered.experts.near_gib out",
     Part.FFN: "leave tiered.ffn.store out",
     Part.L2: "set tiered.l2.prefetch to auto or off",
 }

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-DEVICES: dict[Part, tuple[str, ...]] = {Part.WEIGHTS: ("cpu", "cuda"), Part.FFN: ("cpu", "cuda")}
+DEVICES: dict[Part, tuple[str, ...]] = {
+    Part.WEIGHTS: ("cpu", "cuda"),
+    Part.EXPERTS: ("cpu",),
+    Part.FFN: ("cpu", "cuda"),
+}
 """The device types that a part runs on, as vLLM's platforms name them."""
 
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")

@@ -40,6 +40,12 @@ _SPREAD_OVER_RANKS = Conflict(
 )
 _TWO_HOMES = Conflict(reason="it moves weights too, and a weight has one home")
 
+_DRAFT_EXPERTS = Conflict(
+    reason="near memory is divided before the draft model's experts are known",
+    remedy="leave speculative decoding out",
+)
+_QUANTIZED_EXPERTS = Conflict(reason="only experts in 16 or 32 bit are served from slots so far")
+
 ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
         feature="other_kv_connector",
@@ -72,6 +78,7 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="quantized layers keep their weights in tensors of their own, made after "
                 "loading",
             ),
+            Part.EXPERTS: _QUANTIZED_EXPERTS,
             Part.FFN: Conflict(
                 reason="the store has the weights of the checkpoint it was prepared from",
             ),
@@ -81,7 +88,11 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         feature="cpu_offload",
         kind="option",
         find=is_set(cpu_offload_gb="--cpu-offload-gb", offload_group_size="--offload-group-size"),
-        conflicts={Part.WEIGHTS: _TWO_HOMES, Part.FFN: _TWO_HOMES},
+        conflicts={
+            Part.WEIGHTS: _TWO_HOMES,
+            Part.EXPERTS: _TWO_HOMES,
+            Part.FFN: _TWO_HOMES,
+        },
     ),
     CompatibilityCheck(
         feature="weight_transfer",
@@ -91,6 +102,9 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.WEIGHTS: Conflict(
                 reason="it writes new weights into parameters, and those of far weights are weight "
                 "buffers",
+            ),
+            Part.EXPERTS: Conflict(
+                reason="it writes new weights into parameters, and those of experts are slots",
             ),
             Part.FFN: Conflict(
                 reason="it writes new weights into parameters, and the FFN's are in a file",
@@ -104,6 +118,9 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         conflicts={
             Part.WEIGHTS: Conflict(
                 reason="adapters are added to weights by modules that would not wait for them",
+            ),
+            Part.EXPERTS: Conflict(
+                reason="adapters belong to experts, and a slot has another one from step to step",
             ),
             Part.FFN: Conflict(reason="adapters are added to matrices that are not there"),
         },
@@ -128,6 +145,7 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "loaded",
                 remedy="leave speculative decoding out",
             ),
+            Part.EXPERTS: _DRAFT_EXPERTS,
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="leave speculative decoding out",
@@ -160,6 +178,10 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "order of all",
                 remedy="use --tensor-parallel-size instead",
             ),
+            Part.EXPERTS: Conflict(
+                reason="near memory is divided by the layers of one stage",
+                remedy="use --tensor-parallel-size instead",
+            ),
             Part.FFN: Conflict(
                 reason="a stage holds only some of the layers, and a store is opened for all of "
                 "them",
@@ -184,9 +206,27 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=above_one("data_parallel_size", "--data-parallel-size"),
         conflicts={
+            Part.EXPERTS: Conflict(
+                reason="replicas exchange the numbers of experts, and each has slots of its own",
+                remedy="start one server per replica, each with a folder of its own",
+            ),
             Part.KV: Conflict(
                 reason="each replica would take the whole far memory budget of this host",
                 remedy="start one server per replica, each with its own --tiered-config.kv.far_gib",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="expert_parallel",
+        kind="option",
+        find=is_set(
+            enable_expert_parallel="--enable-expert-parallel",
+            enable_eplb="--enable-eplb",
+        ),
+        conflicts={
+            Part.EXPERTS: Conflict(
+                reason="each rank has whole experts of its own, and slots are shared by all",
+                remedy="use --tensor-parallel-size alone",
             ),
         },
     ),
@@ -195,6 +235,7 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=is_set(enable_elastic_ep="--enable-elastic-ep"),
         conflicts={
+            Part.EXPERTS: Conflict(reason="experts move between ranks, and slots do not follow"),
             Part.KV: Conflict(reason="replicas come and go while far memory is sized once"),
         },
     ),
@@ -209,6 +250,9 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             ),
             Part.WEIGHTS: Conflict(
                 reason="two halves of a step overlap, and a weight buffer serves one",
+            ),
+            Part.EXPERTS: Conflict(
+                reason="two halves of a step overlap, and a layer has one set of slots",
             ),
             Part.FFN: Conflict(
                 reason="two halves of a step overlap, and a layer has one neuron cache",
@@ -238,6 +282,9 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.WEIGHTS: Conflict(
                 reason="sleeping unmaps the weight buffers while weights may be on their way to "
                 "them",
+            ),
+            Part.EXPERTS: Conflict(
+                reason="sleeping unmaps the slots while experts may be on their way to them",
             ),
             Part.FFN: Conflict(
                 reason="sleeping unmaps near memory while neurons may be on their way to it",

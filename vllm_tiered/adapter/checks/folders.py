@@ -41,7 +41,9 @@ def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if config.ffn.store is not None:
         check_store(Path(config.ffn.store))
     if config.weights.storage_path is not None:
-        _check_weights_folder(Path(config.weights.storage_path))
+        _check_folder("weights", Path(config.weights.storage_path))
+    if config.experts.storage_path is not None:
+        _check_folder("experts", Path(config.experts.storage_path))
     if not config.kv.enabled:
         return
     if config.report.path is not None:
@@ -50,11 +52,15 @@ def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
         _check_kv_folder(config.kv, vllm_config)
 
 
-def _check_weights_folder(folder: Path) -> None:
-    """Check that a file of weights can be read or made in a folder, which may not exist yet."""
-    where = f"weights.storage_path is {folder}"
+def _check_folder(section: str, folder: Path) -> None:
+    """Check that a file of weights can be read or made in a folder, which may not exist yet.
+
+    Args:
+        section: "weights" or "experts", whose `storage_path` it is; its files end in that.
+    """
+    where = f"{section}.storage_path is {folder}"
     try:
-        files = [path for path in folder.glob("*.weights") if path.is_file()]
+        files = [path for path in folder.glob(f"*.{section}") if path.is_file()]
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
         raise ConfigError(

@@ -88,6 +88,10 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "loading",
                 remedy="serve the 16-bit checkpoint",
             ),
+            Part.EXPERTS: Conflict(
+                reason="only experts in 16 or 32 bit are served from slots so far",
+                remedy="serve the 16-bit checkpoint",
+            ),
             Part.FFN: Conflict(
                 reason="a neuron store holds weights in 16 or 32 bit",
                 remedy="serve and prepare the 16-bit checkpoint",
@@ -170,6 +174,10 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.KV: Conflict(
                 reason="the draft model's KV layers run outside the order in which layers are "
                 "staged",
+                remedy="name the target model alone",
+            ),
+            Part.EXPERTS: Conflict(
+                reason="near memory is divided before the draft model's experts are known",
                 remedy="name the target model alone",
             ),
             Part.FFN: Conflict(

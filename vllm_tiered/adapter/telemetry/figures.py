@@ -107,6 +107,18 @@ COUNTER_METRICS = (
         dense="ffn_dense_steps",
     ),
     _labelled(
+        "experts_loaded_bytes",
+        "Bytes of experts loaded into slots, by where they came from.",
+        "source",
+        far="experts_far_bytes",
+        storage="experts_storage_bytes",
+    ),
+    _plain("experts_wait_seconds", "Seconds in which compute waited for experts."),
+    _plain("experts_hits", "Experts that a layer's step needed and found in a slot."),
+    _plain("experts_misses", "Experts that a layer's step needed and had to load."),
+    _plain("experts_layer_steps", "Steps of a layer with experts in slots."),
+    _plain("experts_waves", "Waves in which those steps computed their experts."),
+    _labelled(
         "l2_bytes",
         "Bytes to prefetch into the last-level cache behind all-reduces: prefetched, or dropped as "
         "their all-reduce was over.",
@@ -172,7 +184,7 @@ PART_REASONS = {
     "off": "not switched on",
     "starting": "switched on, and not set up yet",
     "nothing_to_swap": "KV only: stepped aside",
-    "all_near": "weights only: stepped aside, since all layers fit near",
+    "all_near": "weights and experts only: stepped aside, since all fit near",
     "nothing_to_prefetch": "L2 only: stepped aside",
     "no_gain": "L2 only: stepped aside, since steps with prefetches were not faster",
 }

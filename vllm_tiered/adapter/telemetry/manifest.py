@@ -19,6 +19,7 @@ from vllm_tiered.weights.placement import Placement
 _kv: "KvManifest | None" = None
 _weights: "WeightsManifest | None" = None
 _ffn: "FfnManifest | None" = None
+_experts: "ExpertsManifest | None" = None
 _l2: "L2Manifest | None" = None
 
 
@@ -250,6 +251,55 @@ class FfnManifest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsManifest:
+    """Manifest of a mixture's experts of one rank; bytes are this rank's.
+
+    Attributes:
+        num_layers: layers with experts.
+        num_experts: experts of a layer.
+        top_k: experts that a token is routed to.
+        slots: experts of a layer that near memory holds.
+        policy: which expert leaves its slot.
+        near_bytes: near memory of all slots.
+        far_bytes: host memory that holds experts.
+        storage_bytes: bytes of experts in a file.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    slots: int
+    policy: str
+    near_bytes: int
+    far_bytes: int
+    storage_bytes: int
+
+    @property
+    def active(self) -> bool:
+        """Whether a layer has fewer slots than experts."""
+        return self.slots < self.num_experts or self.storage_bytes > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the manifest under its section's name, JSON-safe."""
+        return {"experts": asdict(self) | {"active": self.active}}
+
+    def describe(self) -> str:
+        """Return the line for the log."""
+        if not self.active:
+            return (
+                f"tiered experts: steps aside: experts.near_gib holds all {self.num_experts} "
+                f"experts of {self.num_layers} layers, {format_bytes(self.near_bytes)}"
+            )
+        stored = f", {format_bytes(self.storage_bytes)} in a file" if self.storage_bytes else ""
+        return (
+            f"tiered experts: took over {self.num_layers} layers of {self.num_experts} experts, "
+            f"top {self.top_k}: {self.slots} slots a layer ({self.policy}), "
+            f"{format_bytes(self.near_bytes)} near; {format_bytes(self.far_bytes)} far{stored}, "
+            "per rank"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class L2Manifest:
     """Manifest of one rank's prefetches behind all-reduces; bytes are this rank's.
 
@@ -327,6 +377,18 @@ def publish_ffn(manifest: FfnManifest | None) -> None:
     _ffn = manifest
 
 
+def publish_experts(manifest: ExpertsManifest | None) -> None:
+    """Make ``manifest`` part of what :func:`current` returns in this process."""
+    global _experts
+    _experts = manifest
+
+
+def withdraw_experts(manifest: ExpertsManifest | None) -> None:
+    """Remove ``manifest``, unless another engine has published its own since."""
+    if _experts is manifest:
+        publish_experts(None)
+
+
 def publish_weights(manifest: WeightsManifest | None) -> None:
     """Make ``manifest`` part of what :func:`current` returns in this process."""
     global _weights
@@ -341,7 +403,7 @@ def publish_kv(manifest: KvManifest | None) -> None:
 
 def uses_storage() -> bool:
     """Whether this process's engine reads from or writes to a disk."""
-    placed = (_kv, _weights)
+    placed = (_kv, _weights, _experts)
     return _ffn is not None or any(part is not None and part.storage_bytes > 0 for part in placed)
 
 
@@ -352,5 +414,5 @@ def current_kv() -> KvManifest | None:
 
 def current() -> dict[str, Any] | None:
     """Return all manifests of this process, JSON-safe; None if there are none."""
-    stated = [part.to_dict() for part in (_kv, _weights, _ffn, _l2) if part]
+    stated = [part.to_dict() for part in (_kv, _weights, _ffn, _experts, _l2) if part]
     return {key: value for part in stated for key, value in part.items()} or None

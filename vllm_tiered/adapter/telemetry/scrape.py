@@ -35,8 +35,8 @@ logger = logging.getLogger("vllm.tiered")
 PATIENCE_S = 0.5
 """Longest delay of a scrape; Prometheus gives up after 10 s by default."""
 
-PARTS = ("kv", "weights", "ffn", "l2")
-_OF_PARTS = ("weights", "ffn", "l2", "energy")
+PARTS = ("kv", "weights", "experts", "ffn", "l2")
+_OF_PARTS = ("weights", "experts", "ffn", "l2", "energy")
 """Sections of a worker's state whose counters have no other way to `/metrics`."""
 
 _REFRESH_S = 0.5

@@ -31,6 +31,7 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         "kv": _kv_state(config, stated.get("kv")),
         "weights": _weights_state(config, stated.get("weights")),
         "ffn": _ffn_state(config, stated.get("ffn")),
+        "experts": _experts_state(config, stated.get("experts")),
         "l2": _l2_state(config, stated.get("l2")),
     }
     described = {
@@ -81,6 +82,14 @@ def _ffn_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
     if not config.ffn.is_used:
         return OFF, "ffn.store is not set"
     return (ON, None) if stated is not None else (STARTING, None)
+
+
+def _experts_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+    if not config.experts.is_used:
+        return OFF, 'experts.near_gib is "auto"'
+    if stated is None:
+        return STARTING, None
+    return (ON, None) if stated["active"] else (ASIDE, "all experts fit near")
 
 
 def _l2_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:

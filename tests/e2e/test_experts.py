@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in slots give vLLM's tokens, wherever the others are, and however few slots there are."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from vllm_tiered.adapter.experts import engine as experts_engine
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.experts.layer import ExpertLayer
+
+PROMPTS = random_prompts(6, longest=60)
+KV_OFF = {"enabled": False}
+HIDDEN = 256
+# Experts, layers that have some, and their intermediate size.
+EXPERTS = {
+    "mixtral": (8, 3, 256),
+    "qwen3_moe": (16, 3, 128),
+    "olmoe": (64, 4, 128),
+    "granitemoe": (8, 3, 256),
+    "gpt_oss": (8, 4, 256),
+    "deepseek_v2": (16, 2, 128),
+    "glm4_moe": (16, 2, 128),
+}
+
+
+def slots(model: str, count: int, **values: Any) -> dict[str, Any]:
+    """The `experts` section with near memory for a number of slots a layer, in float32."""
+    _, num_layers, intermediate = EXPERTS[model]
+    expert_bytes = 3 * intermediate * HIDDEN * 4
+    return {"near_gib": (count + 0.1) * num_layers * expert_bytes / 2**30, **values}
+
+
+def stored(folder: Path, **values: Any) -> dict[str, Any]:
+    return {"storage_path": str(folder), "far_gib": 0, **values}
+
+
+def counters(llm: Any) -> dict[str, float]:
+    (state,) = llm.collective_rpc("tiered_state")
+    assert state["experts"]["state"] == "on"
+    return dict(state["experts"]["counters"])
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("mixtral", 2),
+        ("mixtral", 5),
+        ("qwen3_moe", 4),
+        ("olmoe", 8),
+        ("olmoe", 40),
+        ("granitemoe", 4),
+        ("gpt_oss", 3),
+        ("deepseek_v2", 6),
+        ("glm4_moe", 5),
+    ],
+)
+def test_tokens_equal_vllms_with_far_experts(model: str, count: int) -> None:
+    with engine(model, KV_OFF, experts=slots(model, count)) as llm:
+        tokens, used = generate(llm, PROMPTS), counters(llm)
+    assert tokens == vllm_tokens(model, PROMPTS)
+    assert used["experts_hits"] > 0 and used["experts_misses"] > 0
+    assert used["experts_far_bytes"] > 0 == used["experts_storage_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("mixtral", 3),
+        ("qwen3_moe", 6),
+        ("olmoe", 20),
+        ("granitemoe", 2),
+        ("gpt_oss", 4),
+        ("deepseek_v2", 5),
+        ("glm4_moe", 16),
+    ],
+)
+def test_tokens_equal_vllms_with_stored_experts(tmp_path: Path, model: str, count: int) -> None:
+    experts = slots(model, count, **stored(tmp_path))
+    result = run(model, PROMPTS, KV_OFF, experts=experts)
+    stated = result.manifest["experts"]
+    assert (stated["slots"], stated["num_experts"]) == (count, EXPERTS[model][0])
+    # Biases are too small to be read from a disk one by one.
+    assert 0 <= stated["far_bytes"] < 0.01 * stated["storage_bytes"]
+    assert result.tokens == vllm_tokens(model, PROMPTS)
+    (file,) = tmp_path.iterdir()
+    written = file.stat()
+    again = run(model, PROMPTS, KV_OFF, experts=experts)
+    assert again.tokens == result.tokens and again.manifest["experts"] == stated
+    assert file.stat().st_mtime_ns == written.st_mtime_ns and file.stat().st_ino == written.st_ino
+
+
+def test_a_layer_is_far_and_the_others_are_stored(tmp_path: Path) -> None:
+    layer_gib = 16 * 3 * 128 * HIDDEN * 4 / 2**30
+    experts = slots("qwen3_moe", 6, **stored(tmp_path, far_gib=1.5 * layer_gib))
+    for _ in range(2):
+        result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts)
+        stated = result.manifest["experts"]
+        assert stated["far_bytes"] == pytest.approx(layer_gib * 2**30)
+        assert stated["storage_bytes"] == pytest.approx(2 * layer_gib * 2**30)
+        assert result.tokens == vllm_tokens("qwen3_moe", PROMPTS)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_beside_kv_swapping_chunks_and_prefix_caching(policy: str, caching: bool) -> None:
+    prompts = random_prompts(10, seed=1, longest=200)
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_prefix_caching": caching}
+    experts = slots("olmoe", 24, policy=policy)
+    with engine("olmoe", {}, experts=experts, **options) as llm:
+        first, again = generate(llm, prompts), generate(llm, prompts)
+    assert first == vllm_tokens("olmoe", prompts) == again
+
+
+@pytest.mark.parametrize("tier", ["far", "stored"])
+def test_late_copies_to_poisoned_slots(monkeypatch, tmp_path: Path, tier: str) -> None:
+    monkeypatch.setattr(experts_engine, "make_device", lambda: DelayedDevice(0, 2e-3))
+    experts = slots("qwen3_moe", 5, **(stored(tmp_path) if tier == "stored" else {}))
+    result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts)
+    assert result.tokens == vllm_tokens("qwen3_moe", PROMPTS)
+
+
+def test_copies_that_nobody_waits_for_change_the_tokens(monkeypatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(experts_engine, "make_device", lambda: DelayedDevice(0, 2e-3))
+    monkeypatch.setattr(ExpertLayer, "_wait", lambda layer, events: None)
+    result = run("qwen3_moe", PROMPTS, KV_OFF, experts=slots("qwen3_moe", 5))
+    assert result.tokens != vllm_tokens("qwen3_moe", PROMPTS)
+
+
+def test_one_wrong_byte_of_a_slot_changes_the_tokens(monkeypatch) -> None:
+    """The control of all tests here: tokens depend on each expert's contents."""
+    load = ExpertLayer._load
+
+    def damaging(layer, wave):
+        events = load(layer, wave)
+        for event in events:
+            event.wait()
+        layer._paged[0].slots.data[wave.slots[0] * layer._paged[0].num_pages, 3] ^= 0x7F
+        return events
+
+    monkeypatch.setattr(ExpertLayer, "_load", damaging)
+    result = run("qwen3_moe", PROMPTS, KV_OFF, experts=slots("qwen3_moe", 5))
+    assert result.tokens != vllm_tokens("qwen3_moe", PROMPTS)
+
+
+def test_a_damaged_bundle_ends_the_engine_and_names_the_expert(tmp_path: Path) -> None:
+    experts = slots("qwen3_moe", 5, **stored(tmp_path))
+    run("qwen3_moe", PROMPTS[:1], KV_OFF, experts=experts, max_tokens=1)
+    (file,) = tmp_path.iterdir()
+    with file.open("r+b") as damaged:
+        for page in range(0, 3 * 16 * 3 * 128 * HIDDEN * 4, 4096):
+            damaged.seek(page)
+            damaged.write(os.urandom(8))
+    with (
+        pytest.raises(IntegrityError, match=r"\(expert \d+ of model\.layers\.0\..*is damaged"),
+        engine("qwen3_moe", KV_OFF, experts=experts) as llm,
+    ):
+        generate(llm, PROMPTS[:1])
+    again = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts)  # the damaged file is set aside
+    assert again.tokens == vllm_tokens("qwen3_moe", PROMPTS)
+
+
+def test_another_configuration_fills_the_file_anew(tmp_path: Path, caplog_vllm) -> None:
+    run("mixtral", PROMPTS[:1], KV_OFF, experts=slots("mixtral", 3, **stored(tmp_path)))
+    layer_gib = 8 * 3 * 256 * HIDDEN * 4 / 2**30
+    experts = slots("mixtral", 3, **stored(tmp_path, far_gib=1.5 * layer_gib))
+    result = run("mixtral", PROMPTS, KV_OFF, experts=experts)
+    assert "is of another configuration" in caplog_vllm.text
+    assert result.tokens == vllm_tokens("mixtral", PROMPTS)
+
+
+def test_another_models_file_is_refused(tmp_path: Path) -> None:
+    run("mixtral", PROMPTS[:1], KV_OFF, experts=slots("mixtral", 3, **stored(tmp_path)))
+    with (
+        pytest.raises(ConfigError, match=r"holds experts of random-mixtral.* this model is random"),
+        engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 5, **stored(tmp_path))),
+    ):
+        pass
+
+
+def test_with_a_slot_for_each_expert_the_part_steps_aside() -> None:
+    result = run("mixtral", PROMPTS, KV_OFF, experts=slots("mixtral", 9))
+    assert not result.manifest["experts"]["active"]
+    assert result.tokens == vllm_tokens("mixtral", PROMPTS)
+
+
+def test_compiled() -> None:
+    experts = slots("qwen3_moe", 6)
+    result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts, enforce_eager=False)
+    theirs = run("qwen3_moe", PROMPTS, enforce_eager=False)
+    assert result.tokens == theirs.tokens
+
+
+def test_fewer_slots_than_a_token_needs() -> None:
+    with (
+        pytest.raises(BudgetError, match=r"3 of 16 experts .* a token is routed to 4"),
+        engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 3)),
+    ):
+        pass
+
+
+def test_a_model_without_experts() -> None:
+    with (
+        pytest.raises(UnsupportedError, match="has no mixture of experts"),
+        engine("llama3", KV_OFF, experts={"near_gib": 1}),
+    ):
+        pass
+
+
+def test_the_checkpoints_experts_are_not_read_again(monkeypatch, tmp_path: Path) -> None:
+    experts = slots("qwen3_moe", 5, **stored(tmp_path))
+    run("qwen3_moe", PROMPTS[:1], KV_OFF, experts=experts, max_tokens=1)
+    kept: list[int] = []
+    keep = experts_engine._keep_one_expert
+
+    def look(layer, bundle):
+        kept.extend(
+            int(np.count_nonzero(layer.get_parameter(tensor.name).data[:1].numpy()))
+            for tensor in bundle.paged
+        )
+        keep(layer, bundle)
+
+    monkeypatch.setattr(experts_engine, "_keep_one_expert", look)
+    monkeypatch.setattr(experts_engine, "_load_nothing", lambda *_, **__: True)
+    result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts)
+    assert len(kept) == 6 and result.tokens == vllm_tokens("qwen3_moe", PROMPTS)

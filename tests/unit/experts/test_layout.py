@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of bundles, and slots of a budget."""
+
+import pytest
+
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.experts.layout import ExpertBundle, ExpertTensor, num_slots
+
+OLMOE = ExpertBundle(
+    tensors=(
+        ExpertTensor(name="w13_weight", row_bytes=2 * 1024 * 2048 * 2),
+        ExpertTensor(name="w2_weight", row_bytes=1024 * 2048 * 2),
+    )
+)
+
+
+def test_olmoe():
+    assert OLMOE.num_bytes == 12 * 2**20
+    assert OLMOE.page_bytes == 2**20 and OLMOE.file_pages == 12
+    near_bytes = 16 * OLMOE.num_bytes * 32
+    assert num_slots(near_bytes, [OLMOE] * 16, num_experts=64, top_k=8) == 32
+    assert num_slots(near_bytes - 1, [OLMOE] * 16, num_experts=64, top_k=8) == 31
+    assert num_slots(100 * near_bytes, [OLMOE] * 16, num_experts=64, top_k=8) == 64
+
+
+def test_a_budget_below_one_token_is_refused_with_the_number_that_is_enough():
+    with pytest.raises(BudgetError, match=r"7 of 64 experts of 12\.00 MiB in each of 16 layers"):
+        num_slots(16 * OLMOE.num_bytes * 7, [OLMOE] * 16, num_experts=64, top_k=8)
+    with pytest.raises(BudgetError, match=r"set it to (\d+\.\d+) at least") as refusal:
+        num_slots(1, [OLMOE] * 16, num_experts=64, top_k=8)
+    enough = float(str(refusal.value).split("set it to ")[1].split()[0])
+    assert num_slots(int(enough * 2**30), [OLMOE] * 16, num_experts=64, top_k=8) == 8
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "page_bytes"),
+    [(4096, 4096), (3 * 4096, 4096), (5 << 20, 1 << 20), (2048, None), (4100, None)],
+)
+def test_pages_are_whole_blocks_or_none(row_bytes, page_bytes):
+    assert ExpertTensor(name="w", row_bytes=row_bytes).page_bytes == page_bytes
+
+
+def test_pages_of_a_file_divide_every_row():
+    bundle = ExpertBundle(
+        tensors=(
+            ExpertTensor(name="a", row_bytes=3 * 8192),
+            ExpertTensor(name="bias", row_bytes=100),
+            ExpertTensor(name="b", row_bytes=4096),
+        )
+    )
+    assert [tensor.name for tensor in bundle.paged] == ["a", "b"]
+    assert bundle.page_bytes == 4096 and bundle.file_pages == 7

@@ -1,0 +1,519 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of an engine: slots in the place of each layer's experts, attached to `RoutedExperts`.
+
+a layer is built       its tensors get memory: of all experts, or of the slots alone if the file of
+                       stored experts has them already
+weights are loaded     vLLM's loader writes to that memory
+a layer is processed   what vLLM made of its weights moves to its tier; slots take its place
+a step                 `quant_method.apply` runs on the slots, with slot numbers for experts
+
+Nothing is model-specific: a bundle is whatever has a leading dimension of experts after vLLM has
+processed the weights.
+"""
+
+import importlib.util
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+from vllm_tiered.adapter.compat import vllm_version
+from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.config import ExpertsConfig
+from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
+from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
+from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
+from vllm_tiered.experts.layout import (
+    SMALLEST_PAGE_BYTES,
+    ExpertBundle,
+    ExpertTensor,
+    num_slots,
+)
+from vllm_tiered.experts.policy import POLICIES
+from vllm_tiered.experts.slot_table import SlotTable
+from vllm_tiered.experts.store import KNOB, ExpertFile
+from vllm_tiered.storage.direct_file import ALIGNMENT, aligned_pages
+from vllm_tiered.storage.immutable_file import Draft
+from vllm_tiered.units import GIB, format_bytes
+
+logger = logging.getLogger("vllm.tiered")
+
+_MOST_SMALL = 0.05
+"""Largest share of a stored expert's bytes in rows that stay in host memory."""
+
+_library: torch.library.Library | None = None
+
+
+class _Adopted:
+    """A layer whose experts pass through slots.
+
+    Attributes:
+        layer: vLLM's `RoutedExperts`.
+        stored: its experts are in the file, or will be.
+        drafts: files that hold the checkpoint's tensors until the layer is processed.
+        apply: vLLM's `quant_method.apply`, which computes with the tensors that the layer has.
+        experts: None until the layer is processed.
+    """
+
+    def __init__(self, layer: Any, *, stored: bool) -> None:
+        self.layer = layer
+        self.stored = stored
+        self.drafts: list[Draft] = []
+        self.apply: Callable[..., torch.Tensor] = layer.quant_method.apply
+        self.process: Callable[[Any], None] = layer.quant_method.process_weights_after_loading
+        self.experts: ExpertLayer | None = None
+
+    def close_drafts(self) -> None:
+        """Delete the files that hold the checkpoint's tensors. Idempotent."""
+        for draft in self.drafts:
+            draft.close()
+        self.drafts = []
+
+
+class ExpertsEngine:
+    """Experts of one rank of an engine.
+
+    Args:
+        config: the ``experts`` section, with near memory.
+        context: vLLM's modules that ops find by name (``static_forward_context``).
+        model: returns the identity of the model's weights, for the file of stored experts.
+        rank, num_ranks: tensor-parallel rank and number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        context: dict[str, Any],
+        model: Callable[[], Mapping[str, str]],
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._config, self._context = config, context
+        self._model = model
+        self._rank, self._num_ranks = rank, num_ranks
+        self._device = make_device()
+        self._layers: list[_Adopted] = []
+        self._file: ExpertFile | None = None
+        self._far_bytes = 0
+        self._far_budget: float | None = None
+        self._stored_bytes = 0
+        self._num_slots = 0
+        self._is_complete = False
+        self._near_bytes = self._far_bytes_now = 0
+        self._before: dict[str, float] = {}
+        self._stated: manifest.ExpertsManifest | None = None
+        register_op()
+
+    def is_of(self, context: dict[str, Any]) -> bool:
+        """Return whether these experts belong to the engine with ``context``."""
+        return self._context is context
+
+    # A layer's life ---------------------------------------------------------------------
+
+    def adopt(self, layer: Any) -> None:
+        """Give a new layer's tensors their memory, and attach to it.
+
+        Raises:
+            UnsupportedError: the layer's experts cannot pass through slots; the message says why.
+            ConfigError, BudgetError: the file of stored experts cannot be made or used.
+        """
+        _check_layer(layer)
+        if self._config.storage_path is not None and self._file is None:
+            self._file = self._open_file(self._config.storage_path, layer)
+        tensors = _expert_tensors(layer)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        adopted = _Adopted(layer, stored=self._is_stored(layer, num_bytes))
+        self._layers.append(adopted)
+        if not adopted.stored:
+            self._far_bytes += num_bytes
+        else:
+            self._prepare_loading(adopted, _bundle(tensors))
+        name = f"tiered.experts.{layer.layer_name}"
+        method = layer.quant_method
+        method.process_weights_after_loading = partial(self._process, adopted)
+        method.apply = partial(_apply, name)
+        self._context[name] = adopted
+
+    def finish(self) -> None:
+        """Publish the file of stored experts and say what was taken over, after loading.
+
+        Raises:
+            UnsupportedError: the model has no experts.
+            BudgetError: the disk is full.
+        """
+        if not self._layers:
+            raise UnsupportedError(
+                "experts.near_gib is set, and the model has no mixture of experts: leave it out"
+            )
+        if self._file is not None and not self._file.is_filled and self._file.layers:
+            self._file.publish()
+            for adopted in self._layers:
+                if adopted.stored:
+                    self._attach(adopted)
+        self._is_complete = True
+        stated = self._stated = self._manifest()
+        manifest.publish_experts(stated)
+        totals.publish("experts", self.total_use)
+        if self._rank == 0:
+            logger.info("%s", stated.describe())
+
+    def close(self) -> None:
+        """Free memory and close files. Idempotent."""
+        for adopted in self._layers:
+            adopted.close_drafts()
+        self._layers, self._context = [], {}
+        if self._file is not None:
+            self._file.cancel()
+        self._device.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._stated is not None:
+            manifest.withdraw_experts(self._stated)
+        totals.withdraw("experts", self.total_use)
+
+    def take_use(self) -> dict[str, float]:
+        """Return the increase of each figure since the last call; empty before :meth:`finish`."""
+        use = self.total_use()
+        before, self._before = self._before, use
+        return {name: value - before.get(name, 0.0) for name, value in use.items()}
+
+    def total_use(self) -> dict[str, float]:
+        """Return each figure since the start; empty before :meth:`finish`."""
+        if not self._is_complete:
+            return {}
+        layers = [(one.stored, one.experts.stats) for one in self._layers if one.experts]
+        loaded = {True: 0, False: 0}
+        for stored, stats in layers:
+            loaded[stored] += stats.loaded_bytes
+        return {
+            "experts_far_bytes": float(loaded[False]),
+            "experts_storage_bytes": float(loaded[True]),
+            "experts_wait_seconds": sum(stats.wait_seconds for _, stats in layers),
+            "experts_hits": float(sum(stats.hits for _, stats in layers)),
+            "experts_misses": float(sum(stats.misses for _, stats in layers)),
+            "experts_layer_steps": float(sum(stats.steps for _, stats in layers)),
+            "experts_waves": float(sum(stats.waves for _, stats in layers)),
+        }
+
+    # ------------------------------------------------------------------------------------
+
+    def _open_file(self, path: str, layer: Any) -> ExpertFile:
+        method = layer.quant_method
+        settings = {
+            "dtype": str(layer.params_dtype),
+            "method": type(method).__name__,
+            "kernel": method.experts_cls.__name__,
+            "zentorch": importlib.util.find_spec("zentorch") is not None,
+            "vllm": vllm_version(),
+            "far_gib": self._config.far_gib,
+        }
+        file = ExpertFile(
+            Path(path),
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            model=self._model(),
+            settings=settings,
+        )
+        usable = read_host_memory().usable_bytes // self._num_ranks
+        if file.is_filled and self._config.far_gib == "auto" and file.far_bytes > usable:
+            file.discard(
+                f"leaves {format_bytes(file.far_bytes)} to far memory, which has "
+                f"{format_bytes(usable)} now"
+            )
+        return file
+
+    def _is_stored(self, layer: Any, num_bytes: int) -> bool:
+        if self._file is None:
+            return False
+        if self._file.is_filled:
+            return layer.layer_name in self._file.layers
+        if self._far_budget is None:  # once, as what the layers take now is not allocated yet
+            usable = read_host_memory().usable_bytes // self._num_ranks
+            far_gib = self._config.far_gib
+            self._far_budget = FAR_SHARE * usable if far_gib == "auto" else float(far_gib) * GIB
+        return self._far_bytes + num_bytes > self._far_budget
+
+    def _prepare_loading(self, adopted: _Adopted, bundle: ExpertBundle) -> None:
+        """Let the loader skip a stored layer's tensors, or write large ones to files on the disk.
+
+        New tensors take no memory until something writes to them.
+
+        Raises:
+            BudgetError: the disk has no space for two copies of the stored experts.
+        """
+        assert self._file is not None and self._config.storage_path is not None
+        if self._file.is_filled:
+            for tensor in bundle.tensors:
+                adopted.layer.get_parameter(tensor.name).weight_loader = _load_nothing
+            return
+        folder = Path(self._config.storage_path)
+        for tensor in bundle.paged:
+            parameter = adopted.layer.get_parameter(tensor.name)
+            self._stored_bytes += parameter.nbytes
+            adopted.drafts.append(_move_to_draft(parameter, folder))
+        free_bytes = shutil.disk_usage(folder).free
+        if self._stored_bytes > free_bytes:
+            old = self._file.path
+            hint = f", or remove {old}, which would be replaced" if old.exists() else ""
+            raise BudgetError(
+                f"{format_bytes(self._stored_bytes)} of experts or more are to be stored in "
+                f"{KNOB} {folder}, twice while they are made from the checkpoint, and "
+                f"{format_bytes(free_bytes)} are free beside the first copy: make room{hint}"
+            )
+
+    def _process(self, adopted: _Adopted, layer: Any) -> None:
+        """Let vLLM process a layer's weights, and move the result to its tier."""
+        if adopted.stored and self._file is not None and self._file.is_filled:
+            # vLLM makes of one expert what it would make of all: the shapes of slots.
+            _keep_one_expert(layer, _bundle(_expert_tensors(layer)))
+        adopted.process(layer)
+        tensors = _processed_tensors(layer)
+        _check_nothing_else(layer, tensors)
+        bundle = _bundle(tensors)
+        if not self._num_slots:
+            self._num_slots = num_slots(
+                int(float(self._config.near_gib) * GIB),
+                [bundle] * len(self._layers),
+                num_experts=layer.local_num_experts,
+                top_k=layer.top_k,
+            )
+        if adopted.stored and self._file is not None and not self._file.is_filled:
+            if not self._file.layers:
+                names = [one.layer.layer_name for one in self._layers if one.stored]
+                _check_mostly_paged(layer, bundle)
+                self._file.begin(names, bundle, layer.local_num_experts, self._far_bytes)
+            self._file.fill(layer.layer_name, tensors)
+            _keep_one_expert(layer, bundle)
+            del tensors
+            adopted.close_drafts()
+        elif self._num_slots < layer.local_num_experts or adopted.stored:
+            self._attach(adopted)
+        else:  # a slot for each expert: nothing to do better than vLLM
+            layer.quant_method.apply = adopted.apply
+            self._near_bytes += bundle.num_bytes * layer.local_num_experts
+
+    def _attach(self, adopted: _Adopted) -> None:
+        """Put slots in the place of the layer's tensors."""
+        layer = adopted.layer
+        tensors = _processed_tensors(layer)
+        bundle = _bundle(tensors)
+        page_bytes = bundle.page_bytes
+        stored: dict[str, torch.Tensor] = {}
+        if adopted.stored:
+            assert self._file is not None
+            if (bundle, layer.local_num_experts) != (self._file.bundle, self._file.num_experts):
+                raise ConfigError(
+                    f"{self._file.path} has other tensors than {layer.layer_name}: remove it, and "
+                    "the next start fills it anew"
+                )
+            stored = self._file.small_rows(layer.layer_name)
+        paged: list[PagedRows] = []
+        host: list[HostRows] = []
+        offsets = iter(self._file.offsets() if adopted.stored and self._file else ())
+        for tensor in bundle.tensors:
+            rows = tensors[tensor.name]
+            parameter = layer.get_parameter(tensor.name)
+            shape = (self._num_slots, *rows.shape[1:])
+            if tensor.page_bytes is None:
+                slots = rows.new_zeros(shape)
+                of_all = rows.clone()
+                if tensor.name in stored:
+                    whole = (layer.local_num_experts, *rows.shape[1:])
+                    of_all = stored[tensor.name].view(-1).view(rows.dtype).view(whole)
+                host.append(HostRows(of_all, slots))
+                self._far_bytes_now += of_all.nbytes
+            else:
+                num_pages = tensor.row_bytes // page_bytes
+                memory = aligned_pages(self._num_slots * num_pages, page_bytes, rows.device)
+                memory.zero_()
+                slots = memory.view(-1).view(rows.dtype).view(shape)
+                if adopted.stored and self._file is not None:
+                    source = self._file.source(layer.layer_name)
+                    stride, offset = bundle.file_pages, next(offsets)
+                else:
+                    source = PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
+                    stride, offset = num_pages, 0
+                    self._far_bytes_now += rows.nbytes
+                paged.append(PagedRows(source, PageBuffer(memory), num_pages, stride, offset))
+            parameter.data = slots
+            self._near_bytes += slots.nbytes
+        adopted.experts = ExpertLayer(
+            name=layer.layer_name,
+            device=self._device,
+            table=SlotTable(
+                self._num_slots, POLICIES[self._config.policy](layer.local_num_experts)
+            ),
+            paged=paged,
+            host=host,
+            hits_first=adopted.stored,
+        )
+
+    def _manifest(self) -> manifest.ExpertsManifest:
+        first = self._layers[0]
+        return manifest.ExpertsManifest(
+            num_layers=len(self._layers),
+            num_experts=first.layer.local_num_experts,
+            top_k=first.layer.top_k,
+            slots=self._num_slots,
+            policy=self._config.policy,
+            near_bytes=self._near_bytes,
+            far_bytes=self._far_bytes_now,
+            storage_bytes=self._file.num_bytes if self._file is not None else 0,
+        )
+
+
+def register_op() -> None:
+    """Define the op ``tiered::routed_experts``. Idempotent."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("tiered", "FRAGMENT")
+        _library.define("routed_experts(Tensor x, Tensor weights, Tensor ids, str name) -> Tensor")
+        _library.impl("routed_experts", _routed_experts, "CompositeExplicitAutograd")
+        _library._register_fake("routed_experts", lambda x, weights, ids, name: torch.empty_like(x))
+
+
+def _apply(
+    name: str,
+    layer: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    shared_experts: Any,
+    shared_experts_input: torch.Tensor | None,
+) -> torch.Tensor:
+    """Stand in for `quant_method.apply`. Shared experts have run before (`_check_layer`)."""
+    result: torch.Tensor = torch.ops.tiered.routed_experts(x, topk_weights, topk_ids, name)
+    return result
+
+
+def _routed_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, name: str
+) -> torch.Tensor:
+    adopted = get_forward_context().no_compile_layers[name]
+    assert adopted.experts is not None, "the model runs before its weights are loaded"
+    return adopted.experts.compute(x, weights, ids, partial(_run, adopted))
+
+
+def _run(
+    adopted: _Adopted, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    return adopted.apply(
+        layer=adopted.layer,
+        x=x,
+        topk_weights=weights,
+        topk_ids=slots,
+        shared_experts=None,
+        shared_experts_input=None,
+    )
+
+
+def _check_layer(layer: Any) -> None:
+    """Raise UnsupportedError if the layer's experts cannot pass through slots."""
+    method = layer.quant_method
+    parallel = layer.moe_config.moe_parallel_config
+    device = layer.get_parameter("w13_weight").device if hasattr(layer, "w13_weight") else None
+    reason = None
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        reason = f"its experts are quantized ({type(method).__name__})"
+    elif device is None or device.type != "cpu":
+        reason = f"its experts are on {device}, and only vLLM's CPU backend is served so far"
+    elif parallel.use_ep or parallel.enable_eplb or parallel.dp_size > 1:
+        reason = "its experts are spread over ranks (expert or data parallel)"
+    elif method.is_monolithic:
+        reason = f"its kernel routes by itself ({method.experts_cls.__name__})"
+    elif method.mk_can_overlap_shared_experts:
+        reason = "its kernel runs the shared experts"
+    if reason is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {reason}: leave tiered.experts.near_gib out for this model"
+        )
+
+
+def _expert_tensors(layer: nn.Module, *also: int) -> dict[str, torch.Tensor]:
+    """Return the layer's tensors with a leading dimension of experts (or of ``also``), by name.
+
+    The router's bias has one, too, but it is the gate's, which refers to it from here.
+    """
+    leading = {layer.local_num_experts, *also}
+    return {
+        name: parameter.data
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.ndim
+        and parameter.shape[0] in leading
+        and parameter is not layer.e_score_correction_bias
+    }
+
+
+def _processed_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the experts' tensors, of all experts or of the one that stands for them."""
+    return _expert_tensors(layer, 1)
+
+
+def _bundle(tensors: Mapping[str, torch.Tensor]) -> ExpertBundle:
+    return ExpertBundle(
+        tensors=tuple(
+            ExpertTensor(name=name, row_bytes=tensor[0].nbytes) for name, tensor in tensors.items()
+        )
+    )
+
+
+def _check_mostly_paged(layer: Any, bundle: ExpertBundle) -> None:
+    small = sum(tensor.row_bytes for tensor in bundle.small)
+    if small > _MOST_SMALL * bundle.num_bytes:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {format_bytes(small)} of an expert's "
+            f"{format_bytes(bundle.num_bytes)} are in rows that are not whole blocks of "
+            f"{SMALLEST_PAGE_BYTES} bytes, and would stay in host memory: leave {KNOB} out"
+        )
+
+
+def _keep_one_expert(layer: nn.Module, bundle: ExpertBundle) -> None:
+    """Free the memory of the layer's tensors, but for the first expert's rows."""
+    for tensor in bundle.tensors:
+        parameter = layer.get_parameter(tensor.name)
+        parameter.data = parameter.data[:1].clone()
+
+
+def _check_nothing_else(layer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError if the kernel reads experts from other tensors than the layer's."""
+    known = {tensor.data_ptr() for tensor in tensors.values()}
+    config = layer.quant_method.moe_quant_config
+    for name, value in vars(config).items() if config is not None else ():
+        inner = getattr(value, "bias", None)
+        for tensor in (value, inner):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.ndim
+                and tensor.shape[0] == layer.local_num_experts
+                and tensor.data_ptr() not in known
+            ):
+                raise UnsupportedError(
+                    f"{layer.layer_name}: its kernel keeps experts in a tensor of its own ({name}):"
+                    " leave tiered.experts.near_gib out for this model"
+                )
+
+
+def _move_to_draft(parameter: nn.Parameter, folder: Path) -> Draft:
+    """Let a parameter's memory be that of a file which is deleted when it is closed."""
+    num_bytes = parameter.nbytes
+    draft = Draft(folder, -(-num_bytes // ALIGNMENT), ALIGNMENT, knob=KNOB)
+    flat = draft.memory.view(-1)[:num_bytes]
+    parameter.data = flat.view(parameter.dtype).view(parameter.shape)
+    return draft
+
+
+def _load_nothing(*args: object, **kwargs: object) -> bool:
+    return True

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a mixture's experts, and how many slots a budget holds.
+
+An expert's *bundle* is what a layer keeps for it: its row of every tensor that has a leading
+dimension of experts (packed weights, scales, biases). A *slot* is near memory for one bundle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_tiered.errors import BudgetError
+from vllm_tiered.units import GIB, format_bytes
+
+LARGEST_PAGE_BYTES = 1 << 20
+SMALLEST_PAGE_BYTES = 4096
+"""A row is copied in pages, which must be whole blocks of a disk. A row that is not (a bias, a
+scale) stays in host memory in all tiers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTensor:
+    """One expert's row of a tensor.
+
+    Attributes:
+        name: the tensor's name in its layer.
+        row_bytes: bytes of a row.
+    """
+
+    name: str
+    row_bytes: int
+
+    @property
+    def page_bytes(self) -> int | None:
+        """Bytes of the pages that the row is copied in; None if it stays in host memory."""
+        page_bytes = self.row_bytes & -self.row_bytes  # the largest power of two that divides it
+        if page_bytes < SMALLEST_PAGE_BYTES:
+            return None
+        return min(page_bytes, LARGEST_PAGE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertBundle:
+    """The tensors of a layer's experts."""
+
+    tensors: tuple[ExpertTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(tensor.row_bytes for tensor in self.tensors)
+
+    @property
+    def paged(self) -> tuple[ExpertTensor, ...]:
+        """The tensors whose rows are copied in pages."""
+        return tuple(tensor for tensor in self.tensors if tensor.page_bytes is not None)
+
+    @property
+    def small(self) -> tuple[ExpertTensor, ...]:
+        """The tensors whose rows stay in host memory."""
+        return tuple(tensor for tensor in self.tensors if tensor.page_bytes is None)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the pages of a file that holds the rows of all paged tensors."""
+        return min((tensor.page_bytes or 0 for tensor in self.paged), default=SMALLEST_PAGE_BYTES)
+
+    @property
+    def file_pages(self) -> int:
+        """Number of such pages that one expert takes."""
+        return sum(tensor.row_bytes for tensor in self.paged) // self.page_bytes
+
+    def small_pages(self, num_experts: int) -> int:
+        """Return the pages of a file for the rows that stay in host memory, of all experts."""
+        small_bytes = num_experts * sum(tensor.row_bytes for tensor in self.small)
+        return -(-small_bytes // self.page_bytes)
+
+
+def num_slots(
+    near_bytes: int, bundles: Sequence[ExpertBundle], *, num_experts: int, top_k: int
+) -> int:
+    """Return the slots of each layer that a near budget holds, at most one for each expert.
+
+    Args:
+        near_bytes: near memory of all layers' slots.
+        bundles: the bundle of each layer.
+        num_experts: experts of a layer on this rank.
+        top_k: experts that a token is routed to.
+
+    Raises:
+        BudgetError: a token's experts do not fit.
+    """
+    bundle_bytes = sum(bundle.num_bytes for bundle in bundles)
+    slots = min(num_experts, near_bytes // bundle_bytes)
+    if slots < min(top_k, num_experts):
+        needed = bundle_bytes * min(top_k, num_experts)
+        raise BudgetError(
+            f"experts.near_gib gives {format_bytes(near_bytes)}: {slots} of {num_experts} experts "
+            f"of {format_bytes(bundle_bytes // len(bundles))} in each of {len(bundles)} layers, "
+            f"and a token is routed to {top_k}: set it to {needed / GIB:.3f} at least"
+        )
+    return slots

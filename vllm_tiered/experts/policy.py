@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that say which experts leave their slots first."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+Experts = npt.NDArray[np.int64]
+
+HALF_LIFE = 128
+"""Steps after which a use counts half with ``lfu``."""
+
+
+class EvictionPolicy(ABC):
+    """Order in which experts leave a layer's slots.
+
+    Args:
+        num_experts: number of the layer's experts.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    @abstractmethod
+    def use(self, experts: Experts) -> None:
+        """Record that a step used these experts, each once."""
+
+    @abstractmethod
+    def order(self, experts: Experts) -> Experts:
+        """Return the experts in the order in which they leave; ties by number."""
+
+
+class Lru(EvictionPolicy):
+    """The expert that was not used for longest leaves first."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._now = 0
+        self._last_use = np.zeros(num_experts, dtype=np.int64)
+
+    def use(self, experts: Experts) -> None:
+        self._now += 1
+        self._last_use[experts] = self._now
+
+    def order(self, experts: Experts) -> Experts:
+        return experts[np.argsort(self._last_use[experts], kind="stable")]
+
+
+class Lfu(EvictionPolicy):
+    """The expert that was used least often leaves first; a use counts half after 128 steps."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._uses = np.zeros(num_experts)
+        self._decay = 0.5 ** (1 / HALF_LIFE)
+
+    def use(self, experts: Experts) -> None:
+        self._uses *= self._decay
+        self._uses[experts] += 1
+
+    def order(self, experts: Experts) -> Experts:
+        return experts[np.argsort(self._uses[experts], kind="stable")]
+
+
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": Lru, "lfu": Lfu}

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Immutable file that is set aside when a page of it is lost, so that the next start fills it anew.
+
+Otherwise an engine that dies of a damaged page would die of it again at each start.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.errors import IntegrityError
+from vllm_tiered.storage.immutable_file import ImmutableFile
+
+logger = logging.getLogger("vllm.tiered")
+
+
+class RewritableFile(ImmutableFile):
+    """Published file that is renamed when a page of it is lost."""
+
+    is_cancelled = False
+
+    def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
+        try:
+            return super().read(page_ids, near, near_pages)
+        except IntegrityError as error:
+            if self.is_cancelled or not set_aside(self.path):
+                raise
+            raise IntegrityError(
+                f"{error}. It is now {aside(self.path).name}: start the engine again"
+            ) from error
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        super().cancel()
+
+
+def aside(path: Path) -> Path:
+    """Return the name that a damaged file gets."""
+    return path.with_name(f"{path.name}.damaged")
+
+
+def set_aside(path: Path) -> bool:
+    """Rename a damaged file, so that the next start does not read it; return whether it worked."""
+    try:
+        os.replace(path, aside(path))
+    except FileNotFoundError:
+        return aside(path).exists()  # another read of the same file was first
+    except OSError:
+        return False
+    logger.error("tiered: %s is damaged and was renamed to %s", path, aside(path).name)
+    return True
