@@ -164,7 +164,7 @@ def test_a_weights_folder_below_a_file_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for path in (file, file / "folder"):
-        with pytest.raises(ConfigError, match=r"weights\.storage_path is .*file is no folder"):
+        with pytest.raises(ConfigError, match=r"weights\.storage_path is .*file is no folder\)"):
             check_folders(weights_in(path), engine())
 
 

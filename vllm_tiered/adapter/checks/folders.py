@@ -67,7 +67,10 @@ def _check_folder(section: str, folder: Path) -> None:
             f"{where}: cannot be looked into ({error.strerror}); give a folder of this user"
         ) from error
     if not nearest.is_dir():
-        raise ConfigError(f"{where}: {nearest} is no folder; give another one on a local disk")
+        raise ConfigError(
+            f"{where}: no file can be made there ({nearest} is no folder); give a folder on a local "
+            "disk"
+        )
     # Files that were filled by an earlier start may lie where nothing can be written any more.
     if not files and not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
