@@ -68,8 +68,8 @@ def _check_folder(section: str, folder: Path) -> None:
         ) from error
     if not nearest.is_dir():
         raise ConfigError(
-            f"{where}: no file can be made there ({nearest} is no folder); give a folder on a local "
-            "disk"
+            f"{where}: no file can be made there ({nearest} is no folder); give another one on a "
+            "local disk"
         )
     # Files that were filled by an earlier start may lie where nothing can be written any more.
     if not files and not os.access(nearest, os.W_OK | os.X_OK):
