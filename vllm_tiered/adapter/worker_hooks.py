@@ -195,9 +195,11 @@ def _close_ffn(ffn: FfnEngine | None) -> None:
 
 
 def _close_experts(vllm_config: Any) -> None:
-    for one in [one for one in _experts if one[0] is vllm_config]:
-        one[1].close()
-        _experts.remove(one)
+    for owner, engine in _experts:
+        if owner is vllm_config:
+            engine.close()
+    # By identity: configurations of two engines may be equal.
+    _experts[:] = [one for one in _experts if one[0] is not vllm_config]
 
 
 def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":

@@ -2,7 +2,8 @@
 """Bytes of a mixture's experts, and how many slots a budget holds.
 
 An expert's *bundle* is what a layer keeps for it: its row of every tensor that has a leading
-dimension of experts (packed weights, scales, biases). A *slot* is near memory for one bundle.
+dimension of experts (packed weights, scales, biases): LLM in a flash bundles a neuron's row and
+column alike (section 3.2). A *slot* is near memory for one bundle.
 """
 
 from collections.abc import Sequence

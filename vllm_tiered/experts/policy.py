@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that say which experts leave their slots first."""
+"""Policies that say which experts leave their slots first.
+
+A window of recent use is what LLM in a flash keeps (section 3.1); here its length is the slots'.
+"""
 
 from abc import ABC, abstractmethod
 

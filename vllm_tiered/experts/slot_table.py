@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which expert is in which slot of a layer, and how a step's experts pass through the slots.
 
+The slots are M2Cache's layer-wise cache (section 5.3), with experts for neurons.
+
 A step computes its experts in *waves*. The first wave is the hits: they compute while the first
 misses arrive. A later wave loads into the slots of experts that this step does not use, then into
 those of waves that have computed. A step whose misses all fit at once has two waves; a prompt,

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices.pages import PageBuffer, Pages
-from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.experts.layout import ExpertBundle, ExpertTensor
 from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.storage.immutable_file import Draft
-from vllm_tiered.storage.rewritable_file import RewritableFile, aside, set_aside
+from vllm_tiered.storage.rewritable_file import RewritableFile, aside, open_of_model
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -204,26 +203,12 @@ class ExpertFile:
             self._pages = None
 
     def _open(self) -> None:
-        try:
-            pages = RewritableFile(self.path, self._where)
-        except (FileNotFoundError, NotADirectoryError):
+        mine = self._about["model"]
+        pages = open_of_model(self.path, mine, self._where, part="experts")
+        if pages is None:
             return
-        except IntegrityError as error:
-            if not set_aside(self.path):
-                raise
-            logger.warning("tiered experts: the file is filled anew: %s", error)
-            return
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read ({error.strerror})") from error
         found = pages.contents
-        mine, other = self._about["model"], found["model"]
-        if other["fingerprint"] != mine["fingerprint"]:
-            pages.close()
-            raise ConfigError(
-                f"{self.path} holds experts of {other['name']}, and this model is {mine['name']}: "
-                f"give another {KNOB}, or remove the file"
-            )
-        if other != mine or found["settings"] != self._about["settings"]:
+        if found["model"] != mine or found["settings"] != self._about["settings"]:
             pages.close()
             logger.warning(
                 "tiered experts: %s is of another configuration, or older than the checkpoint's "

@@ -6,10 +6,11 @@ Otherwise an engine that dies of a damaged page would die of it again at each st
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
-from vllm_tiered.errors import IntegrityError
+from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.storage.immutable_file import ImmutableFile
 
 logger = logging.getLogger("vllm.tiered")
@@ -33,6 +34,49 @@ class RewritableFile(ImmutableFile):
     def cancel(self) -> None:
         self.is_cancelled = True
         super().cancel()
+
+
+def open_of_model(
+    path: Path, model: Mapping[str, str], describe: Callable[[int], str], *, part: str
+) -> RewritableFile | None:
+    """Open the file that an earlier start has filled for a model.
+
+    Args:
+        path: the file.
+        model: identity of the weights: ``name``, ``fingerprint``, and ``changed`` (time of change).
+        describe: names the owner of a page, for messages.
+        part: the configuration section with the folder, for messages: "weights" or "experts".
+
+    Returns:
+        None if there is no file, or a damaged one, which is set aside.
+
+    Raises:
+        ConfigError: the file holds another model's weights, has another version, or is unreadable.
+        IntegrityError: the file is damaged, and cannot be set aside.
+    """
+    try:
+        file = RewritableFile(path, describe)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IntegrityError as error:
+        if not set_aside(path):
+            raise
+        logger.warning("tiered %s: the file is filled anew: %s", part, error)
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    other = file.contents["model"]
+    if other["fingerprint"] != model["fingerprint"]:
+        file.close()
+        raise ConfigError(
+            f"{path} holds {part} of {_name(other)}, and this model is {_name(model)}: "
+            f"give another {part}.storage_path, or remove the file"
+        )
+    return file
+
+
+def _name(model: Mapping[str, str]) -> str:
+    return f"{model['name']} (fingerprint {model['fingerprint'][:12]})"
 
 
 def aside(path: Path) -> Path:

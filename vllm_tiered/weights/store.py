@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from vllm_tiered.devices.pages import PageBuffer
-from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
+from vllm_tiered.errors import BudgetError
 from vllm_tiered.storage.immutable_file import Draft
-from vllm_tiered.storage.rewritable_file import RewritableFile, aside, set_aside
+from vllm_tiered.storage.rewritable_file import RewritableFile, aside, open_of_model
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.layout import BUFFER_ALIGNMENT, Sublayer, extent_bytes_of
 from vllm_tiered.weights.placement import Placement
@@ -182,25 +182,12 @@ class WeightStore:
             self._pages.close()
 
     def _open(self) -> None:
-        try:
-            pages = RewritableFile(self.path, self._where)
-        except (FileNotFoundError, NotADirectoryError):
+        mine = self._about["model"]
+        pages = open_of_model(self.path, mine, self._where, part="weights")
+        if pages is None:
             return
-        except IntegrityError as error:
-            if not set_aside(self.path):
-                raise
-            logger.warning("tiered weights: the file is filled anew: %s", error)
-            return
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read ({error.strerror})") from error
         found = pages.contents
-        mine, other = self._about["model"], found["model"]
-        if other["fingerprint"] != mine["fingerprint"]:
-            pages.close()
-            raise ConfigError(
-                f"{self.path} holds weights of {_name(other)}, and this model is {_name(mine)}: "
-                f"give another {KNOB}, or remove the file"
-            )
+        other = found["model"]
         self._pages, self._tiers = pages, found["placement"]
         self.expectation = found.get("expectation")
         if other["changed"] != mine["changed"]:
@@ -227,7 +214,3 @@ def _tiers(placement: Placement) -> dict[str, Any]:
             for owner, (_, stored) in zip(owners, placement.offloaded, strict=True)
         ],
     }
-
-
-def _name(model: Mapping[str, str]) -> str:
-    return f"{model['name']} (fingerprint {model['fingerprint'][:12]})"

@@ -20,37 +20,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
 
 from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.experts.tensors import (
+    bundle_of,
+    check_layer,
+    check_mostly_paged,
+    check_nothing_else,
+    expert_tensors,
+    keep_one_expert,
+    load_nothing,
+    move_to_draft,
+    processed_tensors,
+)
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
-from vllm_tiered.experts.layout import (
-    SMALLEST_PAGE_BYTES,
-    ExpertBundle,
-    ExpertTensor,
-    num_slots,
-)
+from vllm_tiered.experts.layout import ExpertBundle, num_slots
 from vllm_tiered.experts.policy import POLICIES
 from vllm_tiered.experts.slot_table import SlotTable
 from vllm_tiered.experts.store import KNOB, ExpertFile
-from vllm_tiered.storage.direct_file import ALIGNMENT, aligned_pages
+from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.storage.immutable_file import Draft
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
-
-_MOST_SMALL = 0.05
-"""Largest share of a stored expert's bytes in rows that stay in host memory."""
 
 _library: torch.library.Library | None = None
 
@@ -129,17 +128,17 @@ class ExpertsEngine:
             UnsupportedError: the layer's experts cannot pass through slots; the message says why.
             ConfigError, BudgetError: the file of stored experts cannot be made or used.
         """
-        _check_layer(layer)
+        check_layer(layer)
         if self._config.storage_path is not None and self._file is None:
             self._file = self._open_file(self._config.storage_path, layer)
-        tensors = _expert_tensors(layer)
+        tensors = expert_tensors(layer)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         adopted = _Adopted(layer, stored=self._is_stored(layer, num_bytes))
         self._layers.append(adopted)
         if not adopted.stored:
             self._far_bytes += num_bytes
         else:
-            self._prepare_loading(adopted, _bundle(tensors))
+            self._prepare_loading(adopted, bundle_of(tensors))
         name = f"tiered.experts.{layer.layer_name}"
         method = layer.quant_method
         method.process_weights_after_loading = partial(self._process, adopted)
@@ -257,13 +256,13 @@ class ExpertsEngine:
         assert self._file is not None and self._config.storage_path is not None
         if self._file.is_filled:
             for tensor in bundle.tensors:
-                adopted.layer.get_parameter(tensor.name).weight_loader = _load_nothing
+                adopted.layer.get_parameter(tensor.name).weight_loader = load_nothing
             return
         folder = Path(self._config.storage_path)
         for tensor in bundle.paged:
             parameter = adopted.layer.get_parameter(tensor.name)
             self._stored_bytes += parameter.nbytes
-            adopted.drafts.append(_move_to_draft(parameter, folder))
+            adopted.drafts.append(move_to_draft(parameter, folder))
         free_bytes = shutil.disk_usage(folder).free
         if self._stored_bytes > free_bytes:
             old = self._file.path
@@ -278,11 +277,11 @@ class ExpertsEngine:
         """Let vLLM process a layer's weights, and move the result to its tier."""
         if adopted.stored and self._file is not None and self._file.is_filled:
             # vLLM makes of one expert what it would make of all: the shapes of slots.
-            _keep_one_expert(layer, _bundle(_expert_tensors(layer)))
+            keep_one_expert(layer, bundle_of(expert_tensors(layer)))
         adopted.process(layer)
-        tensors = _processed_tensors(layer)
-        _check_nothing_else(layer, tensors)
-        bundle = _bundle(tensors)
+        tensors = processed_tensors(layer)
+        check_nothing_else(layer, tensors)
+        bundle = bundle_of(tensors)
         if not self._num_slots:
             self._num_slots = num_slots(
                 int(float(self._config.near_gib) * GIB),
@@ -293,10 +292,10 @@ class ExpertsEngine:
         if adopted.stored and self._file is not None and not self._file.is_filled:
             if not self._file.layers:
                 names = [one.layer.layer_name for one in self._layers if one.stored]
-                _check_mostly_paged(layer, bundle)
+                check_mostly_paged(layer, bundle)
                 self._file.begin(names, bundle, layer.local_num_experts, self._far_bytes)
             self._file.fill(layer.layer_name, tensors)
-            _keep_one_expert(layer, bundle)
+            keep_one_expert(layer, bundle)
             del tensors
             adopted.close_drafts()
         elif self._num_slots < layer.local_num_experts or adopted.stored:
@@ -308,8 +307,8 @@ class ExpertsEngine:
     def _attach(self, adopted: _Adopted) -> None:
         """Put slots in the place of the layer's tensors."""
         layer = adopted.layer
-        tensors = _processed_tensors(layer)
-        bundle = _bundle(tensors)
+        tensors = processed_tensors(layer)
+        bundle = bundle_of(tensors)
         page_bytes = bundle.page_bytes
         stored: dict[str, torch.Tensor] = {}
         if adopted.stored:
@@ -394,7 +393,7 @@ def _apply(
     shared_experts: Any,
     shared_experts_input: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Stand in for `quant_method.apply`. Shared experts have run before (`_check_layer`)."""
+    """Stand in for `quant_method.apply`. Shared experts have run before (`check_layer`)."""
     result: torch.Tensor = torch.ops.tiered.routed_experts(x, topk_weights, topk_ids, name)
     return result
 
@@ -418,102 +417,3 @@ def _run(
         shared_experts=None,
         shared_experts_input=None,
     )
-
-
-def _check_layer(layer: Any) -> None:
-    """Raise UnsupportedError if the layer's experts cannot pass through slots."""
-    method = layer.quant_method
-    parallel = layer.moe_config.moe_parallel_config
-    device = layer.get_parameter("w13_weight").device if hasattr(layer, "w13_weight") else None
-    reason = None
-    if not isinstance(method, UnquantizedFusedMoEMethod):
-        reason = f"its experts are quantized ({type(method).__name__})"
-    elif device is None or device.type != "cpu":
-        reason = f"its experts are on {device}, and only vLLM's CPU backend is served so far"
-    elif parallel.use_ep or parallel.enable_eplb or parallel.dp_size > 1:
-        reason = "its experts are spread over ranks (expert or data parallel)"
-    elif method.is_monolithic:
-        reason = f"its kernel routes by itself ({method.experts_cls.__name__})"
-    elif method.mk_can_overlap_shared_experts:
-        reason = "its kernel runs the shared experts"
-    if reason is not None:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {reason}: leave tiered.experts.near_gib out for this model"
-        )
-
-
-def _expert_tensors(layer: nn.Module, *also: int) -> dict[str, torch.Tensor]:
-    """Return the layer's tensors with a leading dimension of experts (or of ``also``), by name.
-
-    The router's bias has one, too, but it is the gate's, which refers to it from here.
-    """
-    leading = {layer.local_num_experts, *also}
-    return {
-        name: parameter.data
-        for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.ndim
-        and parameter.shape[0] in leading
-        and parameter is not layer.e_score_correction_bias
-    }
-
-
-def _processed_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the experts' tensors, of all experts or of the one that stands for them."""
-    return _expert_tensors(layer, 1)
-
-
-def _bundle(tensors: Mapping[str, torch.Tensor]) -> ExpertBundle:
-    return ExpertBundle(
-        tensors=tuple(
-            ExpertTensor(name=name, row_bytes=tensor[0].nbytes) for name, tensor in tensors.items()
-        )
-    )
-
-
-def _check_mostly_paged(layer: Any, bundle: ExpertBundle) -> None:
-    small = sum(tensor.row_bytes for tensor in bundle.small)
-    if small > _MOST_SMALL * bundle.num_bytes:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {format_bytes(small)} of an expert's "
-            f"{format_bytes(bundle.num_bytes)} are in rows that are not whole blocks of "
-            f"{SMALLEST_PAGE_BYTES} bytes, and would stay in host memory: leave {KNOB} out"
-        )
-
-
-def _keep_one_expert(layer: nn.Module, bundle: ExpertBundle) -> None:
-    """Free the memory of the layer's tensors, but for the first expert's rows."""
-    for tensor in bundle.tensors:
-        parameter = layer.get_parameter(tensor.name)
-        parameter.data = parameter.data[:1].clone()
-
-
-def _check_nothing_else(layer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError if the kernel reads experts from other tensors than the layer's."""
-    known = {tensor.data_ptr() for tensor in tensors.values()}
-    config = layer.quant_method.moe_quant_config
-    for name, value in vars(config).items() if config is not None else ():
-        inner = getattr(value, "bias", None)
-        for tensor in (value, inner):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.ndim
-                and tensor.shape[0] == layer.local_num_experts
-                and tensor.data_ptr() not in known
-            ):
-                raise UnsupportedError(
-                    f"{layer.layer_name}: its kernel keeps experts in a tensor of its own ({name}):"
-                    " leave tiered.experts.near_gib out for this model"
-                )
-
-
-def _move_to_draft(parameter: nn.Parameter, folder: Path) -> Draft:
-    """Let a parameter's memory be that of a file which is deleted when it is closed."""
-    num_bytes = parameter.nbytes
-    draft = Draft(folder, -(-num_bytes // ALIGNMENT), ALIGNMENT, knob=KNOB)
-    flat = draft.memory.view(-1)[:num_bytes]
-    parameter.data = flat.view(parameter.dtype).view(parameter.shape)
-    return draft
-
-
-def _load_nothing(*args: object, **kwargs: object) -> bool:
-    return True
