@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import query_dashboard
 from vllm_tiered.adapter.telemetry.figures import read_figures
+from vllm_tiered.cli.live_rates import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).with_name("vllm"))
@@ -150,9 +151,9 @@ def check_dashboard(server):
             time.sleep(1)
         found = query_dashboard.run_queries(url)
     empty = {query for query, count in found.items() if not count}
-    idle = ("weights", "ffn", "l2", "energy", "kv_page_errors")
+    idle = ("weights", "experts", "ffn", "l2", "energy", "kv_page_errors")
     assert not [query for query in empty if not any(f"tiered_{part}" in query for part in idle)]
-    assert found["max by (part, reason) (vllm:tiered_part_active{} == 1)"] == 4
+    assert found["max by (part, reason) (vllm:tiered_part_active{} == 1)"] == len(PARTS)
 
 
 def state(server):

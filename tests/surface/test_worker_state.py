@@ -14,6 +14,7 @@ from vllm_tiered.adapter.kv.plan import KvPlan
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
 from vllm_tiered.adapter.telemetry.state import worker_state
+from vllm_tiered.cli.live_rates import PARTS
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
@@ -71,19 +72,22 @@ def test_parts_that_are_off_say_by_which_key():
     assert (found["rank"], found["pid"]) == (2, os.getpid())
     words = {
         part: (found[part]["state"], found[part]["reason"])
-        for part in ("kv", "weights", "ffn", "l2")
+        for part in PARTS
     }
     assert words == {
         "kv": ("off", "kv.enabled is false"),
         "weights": ("off", 'weights.placement is "off"'),
+        "experts": ("off", 'experts.near_gib is "auto"'),
         "ffn": ("off", "ffn.store is not set"),
         "l2": ("off", 'l2.prefetch is "off"'),
     }
 
 
 def test_before_the_model_is_there_parts_are_starting():
-    found = state({"weights": {"placement": "helm"}, "ffn": {"store": "/s"}})
-    for part in ("kv", "weights", "ffn", "l2"):
+    found = state(
+        {"weights": {"placement": "helm"}, "experts": {"near_gib": 1}, "ffn": {"store": "/s"}}
+    )
+    for part in PARTS:
         assert (found[part]["state"], found[part]["reason"]) == ("starting", None)
 
 

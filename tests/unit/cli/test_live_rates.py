@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.cli.live_rates import Rates, bytes_by_tier, events_between, rates_between
+from vllm_tiered.cli.live_rates import PARTS, Rates, bytes_by_tier, events_between, rates_between
 
 
 def answer(seconds: float, *, pid: int = 7, tokens: int | None = 0, **kv: Any) -> dict[str, Any]:
     off = {"state": "off", "reason": "it is", "counters": {}}
     part: dict[str, Any] = {"state": "on", "reason": None, "near_bytes": 5, "counters": {}}
     worker = {"pid": pid, "monotonic_seconds": seconds, "kv": part | kv}
-    worker |= {name: dict(off) for name in ("weights", "ffn", "l2")} | {"energy": {"counters": {}}}
+    worker |= {name: dict(off) for name in PARTS if name != "kv"} | {"energy": {"counters": {}}}
     engines = [{"kv_far_layers": kv.get("far_layers", 0)}]
     return {"workers": [worker, worker], "engines": engines, "server": {"generated_tokens": tokens}}
 
