@@ -70,10 +70,7 @@ def test_a_worker_without_the_plugin_has_no_state():
 def test_parts_that_are_off_say_by_which_key():
     found = state({"kv": {"enabled": False}, "l2": {"prefetch": "off"}}, rank=2)
     assert (found["rank"], found["pid"]) == (2, os.getpid())
-    words = {
-        part: (found[part]["state"], found[part]["reason"])
-        for part in PARTS
-    }
+    words = {part: (found[part]["state"], found[part]["reason"]) for part in PARTS}
     assert words == {
         "kv": ("off", "kv.enabled is false"),
         "weights": ("off", 'weights.placement is "off"'),
