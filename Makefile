@@ -24,7 +24,7 @@ NEXT_TESTS ?= $(addprefix tests/surface/test_,contracts.py compat.py patches.py 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-next vllm-diff bench lint docs
+.PHONY: install demo test test-slow test-next vllm-diff bench lint docs
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -32,15 +32,19 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo
 
-test: $(STAMP)
 # A file's tests stay in one process: its fixtures and its engines' tokens are then made once. In the
 # order of collection, the long files (engines) come before the many short ones (units).
-# A rank that has to share its core keeps the other one waiting: those tests run one by one, after.
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile \
-		--no-loadscope-reorder -m "not ranks" --ignore=tests/kernels
 # Triton interprets in a whole process or not at all, and vLLM is not to find it interpreting.
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) tests/kernels
-	$(BIN)/python -m pytest -m ranks tests/e2e
+# A rank that has to share its core keeps the other one waiting: those tests run one by one.
+test test-slow: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile \
+		--no-loadscope-reorder -m "$(CHOICE) and not ranks" --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) \
+		-m "$(CHOICE)" tests/kernels
+	$(BIN)/python -m pytest -m "$(CHOICE) and ranks" tests/e2e
+
+test: CHOICE := not slow
+test-slow: CHOICE := slow
 
 test-next: $(STAMP)
 # The newest supported release has no CPU build yet: its Python runs over the installed compiled files.

@@ -38,6 +38,18 @@ settings.register_profile("search", deadline=None, print_blob=True, derandomize=
 settings.load_profile("tiered")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but the first variant of a test that starts engines."""
+    seen = set()
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent.name == "e2e":
+            test = (item.path, item.originalname)
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
+
+
 @pytest.fixture
 def caplog_vllm(caplog):
     """caplog for our log lines, whether or not vLLM's loggers hand records up to the root."""

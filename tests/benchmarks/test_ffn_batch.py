@@ -120,6 +120,7 @@ def tiered(store):
     }
 
 
+@pytest.mark.slow
 def test_a_batch_is_decoded_in_each_way(synthetic):
     model, store = synthetic
     settings = replace(
@@ -136,6 +137,7 @@ def test_a_batch_is_decoded_in_each_way(synthetic):
         assert run["path"] == "chosen" or run["use"][kind[run["path"]]] == steps
 
 
+@pytest.mark.slow
 def test_a_contender_decodes_with_chosen_neurons(synthetic):
     model, store = synthetic
     load = memory_capped.Load(prompt_tokens=12, new_tokens=12, batch=2, prompt_step=7)

@@ -118,6 +118,7 @@ def test_profiles_compare_a_dozen_configurations():
         assert len(settings.batches) == len(settings.contexts)
 
 
+@pytest.mark.slow
 def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
     """Run in float32, as the smallest shapes are; the prediction's accuracy is not tested."""
     monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))

@@ -121,6 +121,7 @@ def test_a_process_that_dies_is_noticed_and_its_log_shown(monkeypatch, tmp_path)
         process.close()
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_and_no_open_pipe(monkeypatch, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     process = EngineProcess(spec("idle"), tmp_path / "log")

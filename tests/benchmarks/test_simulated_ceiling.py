@@ -11,6 +11,7 @@ def figures():
     return half_demand()
 
 
+@pytest.mark.slow
 def test_the_cpu_is_where_it_was_measured(figures):
     """A fixed expansion of 2.5 gave 496 of 561 tokens/s, in the calibration's own table."""
     cpu = figures["cpu-2core"]

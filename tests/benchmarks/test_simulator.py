@@ -333,6 +333,7 @@ def steady_figures(name):
     return compare(auto, fixed, case, is_steady=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.e2e.harness import engine, random_prompts
 from vllm_tiered.adapter.kv import worker
 from vllm_tiered.adapter.kv.scheduler import TieredScheduler
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
+
+pytestmark = pytest.mark.slow
 
 
 class Load:

@@ -189,6 +189,7 @@ def test_with_a_slot_for_each_expert_the_part_steps_aside() -> None:
     assert result.tokens == vllm_tokens("mixtral", PROMPTS)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     experts = slots("qwen3_moe", 6)
     result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts, enforce_eager=False)

@@ -91,6 +91,7 @@ def test_exact_with_prefix_caching_preemption_and_swapped_kv(kv) -> None:
     assert result.metrics["num_preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_a_real_model_with_a_kv_cache_that_follows_the_load() -> None:
     prompts = random_prompts(12, seed=3, longest=120)
     ffn = {"store": store_of("demo"), "exact": True, "near_gib": 0.15}
@@ -123,6 +124,7 @@ def test_every_neuron_through_the_cache(policy) -> None:
         assert metric("tiered_ffn_storage_bytes") > 0
 
 
+@pytest.mark.slow
 def test_decode_steps_follow_the_mix(monkeypatch) -> None:
     """The ranking's quality is measured on the FFN's output, in unit/ffn/predictor."""
     # Such a small model is computed faster densely.
@@ -137,6 +139,7 @@ def test_decode_steps_follow_the_mix(monkeypatch) -> None:
         assert stated["predictor"] == "base4" and stated["mix"] == [0.25, 0.25, 0.5]
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     ffn = {"store": store_of("qwen2"), "exact": True, "far_gib": 0}
     result = run("qwen2", PROMPTS, KV_OFF, ffn=ffn, enforce_eager=False)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.e2e.harness import prepared
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

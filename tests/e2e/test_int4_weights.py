@@ -225,6 +225,7 @@ def test_an_overwritten_scale_changes_the_tokens(plain) -> None:
         assert generate(llm, PROMPTS) != vllm_tokens(plain("llama3"), PROMPTS)
 
 
+@pytest.mark.slow
 def test_compiled(plain) -> None:
     """Compiled code calls the GEMM as an op of the graph."""
     expected = vllm_tokens(plain("falcon"), PROMPTS)
@@ -233,6 +234,7 @@ def test_compiled(plain) -> None:
         assert get_offloader().buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks(plain, two_ranks) -> None:
     """The groups of a shard are groups of the whole matrix, so tokens are equal."""

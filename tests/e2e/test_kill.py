@@ -11,6 +11,8 @@ import pytest
 from tests.e2e.processes import OWN_PROCESSES, wait_for
 from tests.e2e.processes import start as start
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = {"growing": ("level 0", "aims at 2"), "shrinking": ("level 2", "aims at 0")}
 WORKERS = '{"distributed_executor_backend": "mp"}'
 

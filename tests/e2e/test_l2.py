@@ -51,6 +51,7 @@ def _without_counters(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != "counters"}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_tokens_and_prefetches(tmp_path) -> None:
     tiered = {"l2": {"prefetch": "on", "budget_mib": 4}}
@@ -68,6 +69,7 @@ def test_tokens_and_prefetches(tmp_path) -> None:
     assert total >= 20 * 2 * stated[0]["weight_bytes"], "20 decode steps of two ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_auto_measures_and_both_ranks_decide_alike(tmp_path) -> None:
     """Packed float32 weights have no address: KV alone is prefetched, and weights stay packed."""

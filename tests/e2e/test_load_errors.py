@@ -175,6 +175,7 @@ def test_a_disk_that_fails_now_and_then(
     assert tokens == vllm_tokens("deep", PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_silent(monkeypatch, tmp_path: Path) -> None:
     """Requests that wait for it are recomputed after 10 s, and later ones use it again."""
     original = os.preadv

@@ -3,10 +3,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.harness import model_path, prepared, vllm_tokens
 from tests.e2e.processes import OWN_PROCESS, PROMPTS, run_script
 
 
+@pytest.mark.slow
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     """The KV cache is swapped, and the FFN comes from a neuron store."""
     prepared(Path(model_path("deep")), tmp_path / "store").close()
@@ -25,6 +28,7 @@ def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     assert metrics["vllm:tiered_ffn_loaded_bytes{far}"] > 0
 
 
+@pytest.mark.slow
 def test_an_installed_plugin_that_is_off_changes_no_output() -> None:
     """Outputs equal, byte for byte, those of a process that does not even load the plugin.
 

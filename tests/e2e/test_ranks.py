@@ -34,6 +34,7 @@ def test_kv_and_weights(two_ranks) -> None:
         assert metric("tiered_weights_read_bytes") > 0
 
 
+@pytest.mark.slow
 def test_ffn(two_ranks, tmp_path: Path) -> None:
     """Each rank opens its shard of the neurons, and loads no other."""
     store = prepared(Path(model_path("opt")), tmp_path / "store")
@@ -50,6 +51,7 @@ def test_ffn(two_ranks, tmp_path: Path) -> None:
         assert layers * shard_bytes <= read <= layers * shard_bytes + ahead
 
 
+@pytest.mark.slow
 def test_stored_weights(two_ranks, tmp_path: Path) -> None:
     """Each rank measures for itself and has a file of its shards; all agree on one plan.
 

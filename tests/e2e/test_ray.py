@@ -15,6 +15,7 @@ from tests.e2e.processes import OWN_PROCESS, OWN_PROCESSES, PROMPTS, run_script,
 from tests.e2e.processes import start as start  # the fixture
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) -> None:
     """An unchanged script gives vLLM's tokens, with the engine in a process of its own.
@@ -59,6 +60,7 @@ def is_at_work(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_engine_with_an_error(start, tmp_path: Path) -> None:
     process = start("2.0", json.dumps({"distributed_executor_backend": "ray"}), **OWN_PROCESSES)

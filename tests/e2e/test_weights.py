@@ -64,6 +64,7 @@ def test_a_plan_from_the_config_equals_the_engines(model) -> None:
         assert get_offloader().placement == planned
 
 
+@pytest.mark.slow
 def test_together_with_swapped_kv() -> None:
     result = run(
         "demo",
@@ -191,6 +192,7 @@ def test_an_overwritten_far_sublayer_changes_the_tokens() -> None:
 # Other ways to run ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path) -> None:
     """Waits are custom ops of the compiled graph, and weights keep their addresses."""
     expected = vllm_tokens("falcon", PROMPTS)
@@ -200,6 +202,7 @@ def test_compiled(tmp_path) -> None:
         assert buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
+@pytest.mark.slow
 def test_compiled_next_to_an_engine_that_places_nothing() -> None:
     """Two compiled engines of one model share neither compiled code nor offloader."""
     expected = vllm_tokens("falcon", PROMPTS)

@@ -108,6 +108,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_far_layers", [0, 2], ids=["stored", "far"])
 @pytest.mark.parametrize("policy", ["atu", "window"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -130,6 +131,7 @@ def test_chosen_neurons(ffn, num_far_layers, policy, num_tokens, tiers, device) 
     steps.runtime.close()
 
 
+@pytest.mark.slow
 def test_the_cache_index_migrates(ffn, tiers, device) -> None:
     """The index migrates with more tokens than the GPU plans for; cached neurons stay cached."""
     steps = Steps(ffn, mixed(ffn, MIX, far_bytes=2 << 20), tiers, device)

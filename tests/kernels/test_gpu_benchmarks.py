@@ -31,7 +31,10 @@ from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.kv_pages import kernel as kv_pages_kernel
 from vllm_tiered.kernels.l2_prefetch import api as l2_api
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+]
 
 
 class OnCpu(TorchFunctionMode):

@@ -51,6 +51,7 @@ def weight_bytes_of_a_tile(constants):
     return constants["NEURONS"] * matrices * constants["HIDDEN"] * code_bits // 8
 
 
+@pytest.mark.slow
 def test_weights_come_in_16_bytes(found):
     assert len(found) > 10
     for name, kernel in found.items():

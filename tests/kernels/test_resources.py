@@ -24,6 +24,7 @@ def found():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_no_kernel_spills_registers(found):
     spilled = {
         (name, architecture): row["spilled_bytes"]

@@ -17,6 +17,7 @@ def without_plugin(run_probe):
     return run_probe(VLLM_PLUGINS="")
 
 
+@pytest.mark.slow
 def test_the_two_processes_differ_in_the_plugin(with_plugin, without_plugin):
     assert with_plugin["plugin_is_loaded"]
     assert not without_plugin["plugin_is_loaded"]

@@ -165,6 +165,7 @@ def test_a_planned_step_is_shown_beside_the_observed_one(opened, served, engine,
     wait_for_text(tab, "#plan", "idle")
 
 
+@pytest.mark.slow
 def test_it_asks_every_two_seconds_while_it_is_visible_and_else_never(opened, served, engine):
     url, _ = served()
     tab = opened(url)
@@ -245,6 +246,7 @@ def test_a_server_that_ended_keeps_its_last_words(opened, served, engine, monkey
     wait_for_text(tab, "#events", "The server cannot be reached")
 
 
+@pytest.mark.slow
 def test_a_server_that_ended_is_told_and_asked_more_and_more_seldom(opened, served, engine):
     url, end = served()
     tab = opened(url, may_fail=LOST)

@@ -331,6 +331,7 @@ def test_without_ray_it_says_so(llama, tmp_path, monkeypatch, capsys):
     assert "Ray is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_with_ray_the_store_is_the_same(llama, tmp_path):
     pytest.importorskip("ray")
     assert prepare(llama, tmp_path / "here") == 0

@@ -130,6 +130,7 @@ def curves_of(on):
     return on.curves
 
 
+@pytest.mark.slow
 def test_the_link_is_measured_as_it_is(layers):
     """No copy is faster. What else the machine does makes it slower: the best of a few."""
     tries = [measured(layers, {Direction.READ: Throttle(200e6)}) for _ in range(3)]

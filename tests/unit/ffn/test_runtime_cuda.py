@@ -131,6 +131,7 @@ def chosen_neurons(
         runtime.close()
 
 
+@pytest.mark.slow
 @HASTES
 @pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5)])
 @pytest.mark.parametrize("seed", range(3))

@@ -12,6 +12,8 @@ from tests.fakes.kv.worker_model import WrongKv
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.kv.swapper import Swapper
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "setup",

@@ -35,6 +35,8 @@ from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_planner import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
 
+pytestmark = pytest.mark.slow
+
 SETUPS = (
     Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=2),
     Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=6, ahead=True),

@@ -105,6 +105,7 @@ def all_splits(shape, on, load, room, tiers=("near", "far")):
     return [split for split in splits if split]
 
 
+@pytest.mark.slow
 # The placement that leaves KV for two requests is not the fastest, but it fits far memory.
 @example(
     sizes=(2, 2, 6, 6),
@@ -139,6 +140,7 @@ def test_it_finds_what_brute_force_finds(sizes, on, load, room):
     assert shortest <= 1.01 * pick_split("latency", splits).alone.decode_seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(*[st.integers(1, 6)] * 3), on=MACHINES, load=LOADS, room=STORED_ROOMS)
 def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
@@ -159,6 +161,7 @@ def test_it_finds_what_brute_force_finds_with_storage(sizes, on, load, room):
     assert shortest <= 1.05 * pick_split("latency", splits).alone.decode_seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     num_layers=st.integers(2, 6),

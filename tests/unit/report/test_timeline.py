@@ -180,6 +180,7 @@ def test_events_and_steps_in_detail_are_thinned_where_they_are_old(path, monkeyp
     assert newest == 9.0
 
 
+@pytest.mark.slow
 def test_a_day_fits_in_a_few_megabytes():
     """An engine that is never idle: a window a second, steps in detail and events all day.
 

@@ -48,6 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 POLICIES = [("atu", (0.1, 0.2, 0.3)), ("window", (0.1, 0.2, 0.3)), ("atu", (0.25, 0, 0))]
 
 
+@pytest.mark.slow
 @HASTES
 @pytest.mark.parametrize(("policy", "mix"), POLICIES)
 @pytest.mark.parametrize("seed", range(3))
