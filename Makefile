@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	2>/dev/null && echo $$p && break; done)
 
 # What pip compiles: a change installs anew.
-COMPILED := setup.py $(foreach type,cpp h,$(wildcard vllm_tiered/*/native/*.$(type) vllm_tiered/*/*/native/*.$(type)))
+COMPILED := setup.py $(foreach type,cpp h,$(wildcard vllm_tiered/native/*.$(type) vllm_tiered/*/native/*.$(type)))
 
 # How many tests run side by side, each with its share of the cores and up to 3 GiB.
 TEST_PROCESSES ?= 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path("vllm_tiered/ffn/matmul/native")
+SOURCES = Path("vllm_tiered/native")
 X86 = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
@@ -29,7 +29,7 @@ ALWAYS = [
 setup(
     ext_modules=[
         Extension(
-            f"vllm_tiered.ffn.matmul.native.{name}",
+            f"vllm_tiered.native.{name}",
             sources=[str(SOURCES / f"{name}.cpp")],
             depends=sorted(map(str, SOURCES.glob("*.h"))),
             extra_compile_args=[*ALWAYS, *flags],

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.suites.ffn import kernels as ffn_kernels
-from vllm_tiered.ffn.matmul import native
+from vllm_tiered import native
 
 SMALL = ffn_kernels.Settings(hidden=(128, 192), batches=(1, 2), turns=2, buffer_mib=1)
 

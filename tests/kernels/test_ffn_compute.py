@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
+from vllm_tiered import native
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.matmul import compute, native
+from vllm_tiered.ffn.matmul import compute
 from vllm_tiered.kernels.neuron_ffn import api, bundles
 
 HIDDEN, NUM_SLOTS = 128, 9

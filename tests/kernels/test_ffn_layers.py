@@ -23,10 +23,11 @@ from tests.fixtures.ffn_runtimes import (
     least,
     mixed,
 )
+from vllm_tiered import native
 from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn import runtime
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.matmul import compute, native
+from vllm_tiered.ffn.matmul import compute
 from vllm_tiered.ffn.memory_plan import FfnPlan
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select

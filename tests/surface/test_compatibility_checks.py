@@ -221,7 +221,6 @@ def test_a_dense_decoder_is_computed_from_neurons(make_engine_args):
 
 
 EXPERTS_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "quantization": ({"quantization": "fp8"}, ["--quantization fp8", "16 or 32 bit"]),
     "cpu_offload": ({"cpu_offload_gb": 1.0}, ["--cpu-offload-gb 1.0", "one home"]),
     "weight_transfer": (
         {"weight_transfer_config": {"backend": "nccl"}},
@@ -267,7 +266,6 @@ def test_arguments_that_experts_refuse_before_vllm_does_anything(
 
 
 EXPERTS_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "quantization": ({"quantization": "gptq"}, None, "org/model (gptq weights)"),
     "speculative_decoding": ({}, SimpleNamespace(method="mtp"), "speculative decoding (mtp)"),
 }
 

@@ -6,7 +6,7 @@ L3  adapter --> vllm
 L2  report
 L1  kv weights experts ffn l2 planner probe accelerator (each alone, but for the files in
     `SHARED_LAYOUTS`)
-L0  devices energy kernels, above storage (shares `devices/pages.py`), above
+L0  devices energy kernels native, above storage (shares `devices/pages.py`), above
     config errors untrusted units
 """
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_tiered"
 
 BASE = {"config", "errors", "untrusted", "units"}
-L0 = BASE | {"devices", "storage", "energy", "kernels"}
+L0 = BASE | {"devices", "storage", "energy", "kernels", "native"}
 L1 = {"kv", "weights", "experts", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})
 
@@ -45,6 +45,7 @@ LAYERS = {
     "storage": Layer(units=BASE, third_party={"torch", "numpy", "psutil", "xxhash"}),
     "energy": Layer(units=BASE, third_party={"psutil"}),
     "kernels": Layer(units=BASE, third_party={"torch", "triton"}),
+    "native": Layer(units=BASE, third_party={"torch"}),
     "kv": Layer(units=L0, third_party={"torch", "numpy"}),
     "weights": Layer(units=L0, third_party={"torch", "numpy"}),
     "experts": Layer(units=L0, third_party={"torch", "numpy"}),

@@ -181,13 +181,19 @@ EXPERT_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "keeping experts in slots",
     ),
     (
-        f"{_FUSED_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+        f"{_FUSED_MOE}.fused_moe_method_base.FusedMoEMethodBase",
         (
             "apply(layer=, x=, topk_weights=, topk_ids=, shared_experts=, shared_experts_input=)",
             "process_weights_after_loading(layer)",
         ),
         "keeping experts in slots",
     ),
+    (
+        f"{_FUSED_MOE}.oracle.int_wna16",
+        ("_process_weights_cpu(config, w13, w2, scale13, scale2, zeros13, zeros2, bias13, bias2)",),
+        "experts in 4 bit without AMX",
+    ),
+    (f"{_FUSED_MOE}.experts.cpu_moe", ("CPUExpertsInt4",), "experts in 4 bit without AMX"),
 )
 """Those of `tiered.experts` alone: importing their modules takes seconds."""
 
@@ -215,6 +221,14 @@ _OVERRIDES = (
     ),
 )
 
+_EXPERT_OVERRIDES = (
+    (
+        "vllm_tiered.adapter.experts.int4.TieredInt4Experts",
+        f"{_FUSED_MOE}.modular_kernel.FusedMoEExpertsModular",
+        "experts in 4 bit without AMX",
+    ),
+)
+
 _postponed: list[ExtensionPoint] = []
 """Functions that could not be wrapped; said when an engine switches the plugin on."""
 
@@ -239,7 +253,8 @@ def extension_points(*, experts: bool = True) -> list[ExtensionPoint]:
         for owner, attributes, needed_for in (*POINTS, *(EXPERT_POINTS if experts else ()))
         for attribute in attributes
     ]
-    overrides = [point for entry in _OVERRIDES for point in _find_overrides(*entry)]
+    entries = (*_OVERRIDES, *(_EXPERT_OVERRIDES if experts else ()))
+    overrides = [point for entry in entries for point in _find_overrides(*entry)]
     return found + overrides + _postponed
 
 

@@ -68,6 +68,10 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
             UnquantizedEmbeddingMethod, "process_weights_after_loading", _process_embedding
         )
         _wrap_runners(is_second=wrapper.vllm_config.use_v2_model_runner)
+    if _has_quantized_experts(wrapper.vllm_config) and compat.device_type() == "cpu":
+        from vllm_tiered.adapter.experts import int4
+
+        int4.install()
     original(wrapper, *args, **kwargs)
     l2_hooks.install(wrapper.vllm_config)
     if is_ours:
@@ -233,6 +237,13 @@ def _init_routed_experts(original: Any, layer: Any, *args: Any, **kwargs: Any) -
     context = get_current_vllm_config().compilation_config.static_forward_context
     if _experts and _experts[-1][1].is_of(context):
         _experts[-1][1].adopt(layer)
+
+
+def _has_quantized_experts(vllm_config: Any) -> bool:
+    """Return whether an engine with the plugin has a model with quantized experts."""
+    model, additional = vllm_config.model_config, vllm_config.additional_config
+    is_ours = isinstance(additional, Mapping) and ROOT_KEY in additional
+    return is_ours and model is not None and bool(model.is_moe and model.quantization)
 
 
 def _config(vllm_config: Any) -> TieredConfig:

@@ -81,6 +81,8 @@ class ExpertLayer:
         hits_first: compute the hits while the misses arrive. Otherwise a step whose experts fit the
             slots waits for all of them, and then runs vLLM's kernel once: bit by bit what vLLM
             computes.
+        in_float32: the kernel takes float32 whatever the model's dtype, and then returns it: waves
+            round nothing.
 
     Attributes:
         name, table, stats: as above.
@@ -95,13 +97,14 @@ class ExpertLayer:
         paged: Sequence[PagedRows],
         host: Sequence[HostRows],
         hits_first: bool,
+        in_float32: bool = False,
     ) -> None:
         self.name = name
         self.table = table
         self.stats = ExpertStats()
         self._device = device
         self._paged, self._host = paged, host
-        self._hits_first = hits_first
+        self._hits_first, self._in_float32 = hits_first, in_float32
         self._bundle_bytes = sum(rows.num_pages * rows.slots.page_bytes for rows in paged)
         self._failure: BaseException | None = None
 
@@ -152,7 +155,8 @@ class ExpertLayer:
                 self._wait(events)
             slot_of = torch.from_numpy(self.table.slot_of)[ids_MK.long().cpu()]
             return run(x_MH, weights_MK, slot_of.to(ids_MK))
-        sum_MH = torch.zeros(x_MH.shape, dtype=torch.float32, device=x_MH.device)
+        # In float64, so that the order of the waves does not matter.
+        sum_MH = torch.zeros(x_MH.shape, dtype=torch.float64, device=x_MH.device)
         for number, wave in enumerate(waves):
             if number:
                 self._wait(arriving.pop(number))
@@ -183,8 +187,9 @@ class ExpertLayer:
             rows = torch.from_numpy(tokens[part]).to(x_MH.device)
             pair_slots = torch.from_numpy(slots[tokens[part], choices[part]]).to(ids_MK)
             pair_weights = weights_MK[rows, torch.from_numpy(choices[part]).to(x_MH.device)]
-            pairs_PH = run(x_MH[rows], pair_weights[:, None], pair_slots[:, None])
-            sum_MH.index_add_(0, rows, pairs_PH.float())
+            x_PH = x_MH[rows].float() if self._in_float32 else x_MH[rows]
+            pairs_PH = run(x_PH, pair_weights[:, None], pair_slots[:, None])
+            sum_MH.index_add_(0, rows, pairs_PH.double())
 
     def _load(self, wave: Wave) -> list[Event]:
         """Queue the copies of a wave; they wait for the compute that was submitted so far."""

@@ -22,9 +22,9 @@ from benchmarks.harness.engine import foreign_cpu_share
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
+from vllm_tiered import native
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import activations, add_down, ffn_output
 from vllm_tiered.storage.direct_file import aligned_pages
 

@@ -44,7 +44,6 @@ _DRAFT_EXPERTS = Conflict(
     reason="near memory is divided before the draft model's experts are known",
     remedy="leave speculative decoding out",
 )
-_QUANTIZED_EXPERTS = Conflict(reason="only experts in 16 or 32 bit are served from slots so far")
 
 ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
@@ -78,7 +77,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="quantized layers keep their weights in tensors of their own, made after "
                 "loading",
             ),
-            Part.EXPERTS: _QUANTIZED_EXPERTS,
             Part.FFN: Conflict(
                 reason="the store has the weights of the checkpoint it was prepared from",
             ),

@@ -88,10 +88,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 "loading",
                 remedy="serve the 16-bit checkpoint",
             ),
-            Part.EXPERTS: Conflict(
-                reason="only experts in 16 or 32 bit are served from slots so far",
-                remedy="serve the 16-bit checkpoint",
-            ),
             Part.FFN: Conflict(
                 reason="a neuron store holds weights in 16 or 32 bit",
                 remedy="serve and prepare the 16-bit checkpoint",

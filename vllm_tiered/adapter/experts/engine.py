@@ -31,9 +31,11 @@ from vllm_tiered.adapter.experts.tensors import (
     check_nothing_else,
     expert_tensors,
     keep_one_expert,
+    kernel_name,
     load_nothing,
     move_to_draft,
     processed_tensors,
+    takes_float32,
 )
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import ExpertsConfig
@@ -214,7 +216,7 @@ class ExpertsEngine:
         settings = {
             "dtype": str(layer.params_dtype),
             "method": type(method).__name__,
-            "kernel": method.experts_cls.__name__,
+            "kernel": kernel_name(method),
             "zentorch": importlib.util.find_spec("zentorch") is not None,
             "vllm": vllm_version(),
             "far_gib": self._config.far_gib,
@@ -256,7 +258,9 @@ class ExpertsEngine:
         assert self._file is not None and self._config.storage_path is not None
         if self._file.is_filled:
             for tensor in bundle.tensors:
-                adopted.layer.get_parameter(tensor.name).weight_loader = load_nothing
+                parameter = adopted.layer.get_parameter(tensor.name)
+                if parameter.ndim > 2:  # vLLM has to see that a checkpoint has biases
+                    parameter.weight_loader = load_nothing
             return
         folder = Path(self._config.storage_path)
         for tensor in bundle.paged:
@@ -358,6 +362,8 @@ class ExpertsEngine:
             paged=paged,
             host=host,
             hits_first=adopted.stored,
+            # vLLM multiplies inputs with routing weights in the model's dtype.
+            in_float32=takes_float32(layer.quant_method) and not layer.apply_router_weight_on_input,
         )
 
     def _manifest(self) -> manifest.ExpertsManifest:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.experts.layout import SMALLEST_PAGE_BYTES, ExpertBundle, ExpertTensor
@@ -26,22 +24,34 @@ def check_layer(layer: Any) -> None:
     """Raise UnsupportedError if the layer's experts cannot pass through slots."""
     method = layer.quant_method
     parallel = layer.moe_config.moe_parallel_config
-    device = layer.get_parameter("w13_weight").device if hasattr(layer, "w13_weight") else None
+    devices = {tensor.device.type for tensor in expert_tensors(layer).values()}
     reason = None
-    if not isinstance(method, UnquantizedFusedMoEMethod):
-        reason = f"its experts are quantized ({type(method).__name__})"
-    elif device is None or device.type != "cpu":
-        reason = f"its experts are on {device}, and only vLLM's CPU backend is served so far"
+    if not isinstance(method, FusedMoEMethodBase):
+        reason = f"{type(method).__name__} computes them, which is not one of vLLM's methods"
+    elif devices != {"cpu"}:
+        on = " and ".join(sorted(devices)) or "no device"
+        reason = f"its experts are on {on}, and only vLLM's CPU backend is served so far"
     elif parallel.use_ep or parallel.enable_eplb or parallel.dp_size > 1:
         reason = "its experts are spread over ranks (expert or data parallel)"
     elif method.is_monolithic:
-        reason = f"its kernel routes by itself ({method.experts_cls.__name__})"
+        reason = f"its kernel routes by itself ({kernel_name(method)})"
     elif method.mk_can_overlap_shared_experts:
         reason = "its kernel runs the shared experts"
     if reason is not None:
         raise UnsupportedError(
             f"{layer.layer_name}: {reason}: leave tiered.experts.near_gib out for this model"
         )
+
+
+def kernel_name(method: Any) -> str:
+    """Return the name of the kernel that a quantization method chose."""
+    return getattr(getattr(method, "experts_cls", method), "__name__", type(method).__name__)
+
+
+def takes_float32(method: Any) -> bool:
+    """Return whether the kernel returns float32 for inputs of float32, whatever the model's."""
+    kernel = getattr(method.moe_kernel, "fused_experts", None)
+    return bool(getattr(kernel, "TAKES_FLOAT32", False))
 
 
 def expert_tensors(layer: nn.Module, *also: int) -> dict[str, torch.Tensor]:
@@ -92,17 +102,23 @@ def keep_one_expert(layer: nn.Module, bundle: ExpertBundle) -> None:
 
 
 def check_nothing_else(layer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError if the kernel reads experts from other tensors than the layer's."""
+    """Raise UnsupportedError if the kernel reads experts from other tensors than the layer's.
+
+    It finds scales, zero points and biases in its quantization config, by reference.
+    """
     known = {tensor.data_ptr() for tensor in tensors.values()}
-    config = layer.quant_method.moe_quant_config
-    for name, value in vars(config).items() if config is not None else ():
-        inner = getattr(value, "bias", None)
-        for tensor in (value, inner):
+    method = layer.quant_method
+    config, kernel = method.moe_quant_config, method.moe_kernel
+    owners = [config, kernel and getattr(kernel, "fused_experts", None)]
+    owners += list(vars(config).values()) if config is not None else []
+    for owner in owners:
+        for name, value in getattr(owner, "__dict__", {}).items():
             if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.ndim
-                and tensor.shape[0] == layer.local_num_experts
-                and tensor.data_ptr() not in known
+                isinstance(value, torch.Tensor)
+                and value.numel()
+                and value.ndim
+                and value.shape[0] == layer.local_num_experts
+                and value.data_ptr() not in known
             ):
                 raise UnsupportedError(
                     f"{layer.layer_name}: its kernel keeps experts in a tensor of its own ({name}):"

@@ -17,11 +17,12 @@ from types import ModuleType
 
 import torch
 
+from vllm_tiered import native
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.matmul import native, reference
-from vllm_tiered.ffn.matmul.native import ACTIVATIONS
+from vllm_tiered.ffn.matmul import reference
+from vllm_tiered.native import ACTIVATIONS
 
 __all__ = [
     "ACTIVATIONS",
@@ -263,6 +264,6 @@ def _run(
         activation=ACTIVATIONS.index(activation),
         num_threads=torch.get_num_threads(),
     )
-    if code := kernels(ctypes.byref(call)):
+    if code := kernels.ffn(ctypes.byref(call)):
         raise MemoryError(f"the FFN's C++ kernels failed with code {code}")
     return True

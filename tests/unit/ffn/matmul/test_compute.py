@@ -6,10 +6,10 @@ import functools
 import pytest
 import torch
 
+from vllm_tiered import native
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
-from vllm_tiered.ffn.matmul import native
 from vllm_tiered.ffn.matmul.compute import ACTIVATIONS, activations, add_down, ffn_output
 from vllm_tiered.ffn.matmul.reference import activation_function
 from vllm_tiered.storage.direct_file import aligned_pages

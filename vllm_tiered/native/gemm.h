@@ -42,20 +42,31 @@ inline std::vector<Segment> segments(int64_t hidden, int64_t num_groups, bool is
     return found;
 }
 
+enum ScaleType : int32_t { kNoScale, kHalfScale, kBFloatScale, kFloatScale };
+
 // Constants of all GEMMs of a call.
 struct Weights {
     std::vector<Segment> segments;
-    bool has_scales;
+    int32_t scale_type;
 };
 
 // Weights and scales of one matrix's row.
 struct Row {
     const uint8_t* weights;
-    const uint16_t* scales;
+    const void* scales;
 };
 
-inline float scale_of(const Weights& weights, const Row& row, const Segment& segment) {
-    return weights.has_scales ? half_to_float(row.scales[segment.group]) : 1.0f;
+inline float scale_of(const Weights& weights, const Row& row, int64_t group) {
+    switch (weights.scale_type) {
+        case kNoScale:
+            return 1.0f;
+        case kHalfScale:
+            return half_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+        case kBFloatScale:
+            return bfloat_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+        default:
+            return static_cast<const float*>(row.scales)[group];
+    }
 }
 
 // A row of nibbles ends before a processor detects sequential reads. So cache lines are prefetched a
@@ -117,7 +128,7 @@ void dots(const Weights& weights, const Row* rows, const float* const* x, float*
     for (const Segment& segment : weights.segments) {
         if (kIsShort<Low, High> && !segment.is_high) prefetch_ahead<S>(rows, segment);
         float scales[S];
-        for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment);
+        for (int s = 0; s < S; ++s) scales[s] = scale_of(weights, rows[s], segment.group);
         if (segment.is_high)
             dot_segment<High, S, T>(segment, rows, scales, x, total, rest);
         else
@@ -173,7 +184,7 @@ void add_rows(const Weights& weights, const Segment& segment, const Row* rows, c
               float* const* out) {
     float scaled[R][T];
     for (int r = 0; r < R; ++r) {
-        const float scale = scale_of(weights, rows[r], segment);
+        const float scale = scale_of(weights, rows[r], segment.group);
         for (int t = 0; t < T; ++t) scaled[r][t] = a[r * T + t] * scale;
     }
     if (segment.is_high)

@@ -56,7 +56,7 @@ class Gemm {
           bytes_per_matrix_(bytes_per_matrix),
           weights_{segments(call.hidden, call.num_groups, is_nibbles,
                             call.num_tokens == 1 && !is_nibbles ? call.hidden : kSegment),
-                   call.scales != nullptr} {}
+                   call.scales != nullptr ? kHalfScale : kNoScale} {}
 
     void run() const {
         const int64_t bytes = call_.num_slots * call_.num_matrices * bytes_per_matrix_;

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMMs of neurons and of experts in C++, a library for each instruction set.
+
+The libraries take pointers, so they need neither Python's nor torch's headers. A call does not hold
+the GIL, and runs on torch's OpenMP threads.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger("vllm.tiered")
+
+LIBRARIES = ("avx512", "avx2", "generic")
+"""The libraries, fastest first. A processor that supports one also supports the later ones."""
+
+_FIRST = {"AVX512": "avx512", "AVX2": "avx2"}
+
+SCALE_TYPES = (None, torch.float16, torch.bfloat16, torch.float32)
+"""Types of scales, by their number in `ScaleType` of gemm.h."""
+
+CODECS = ("float32", "bfloat16", "float16", "int8", "int4")
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+
+
+class Call(ctypes.Structure):
+    """Arguments of a call, the same as `Call` in ffn.h, which describes the fields."""
+
+    _fields_ = (
+        ("bundles", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("up_bias", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("activations", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("num_matrices", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("codec", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class GroupedCall(ctypes.Structure):
+    """Arguments of a call, the same as `GroupedCall` in grouped_gemm.h, which describes them."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("num_pairs", ctypes.c_int64),
+        ("num_experts", ctypes.c_int64),
+        ("scale_type", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+Function = Callable[[Any], int]
+"""Takes a reference to its arguments; returns 0, or an error code."""
+
+
+class Kernels(NamedTuple):
+    """Functions of a library.
+
+    Attributes:
+        ffn: takes a `Call`.
+        grouped_gemm: takes a `GroupedCall`.
+    """
+
+    ffn: Function
+    grouped_gemm: Function
+
+
+@cache
+def load(name: str) -> Kernels | None:
+    """Return the functions of a library; None if the library was not built."""
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        if (path := folder / f"{name}{suffix}").exists():
+            library = ctypes.CDLL(str(path))
+            functions = Kernels(library.tiered_ffn, library.tiered_grouped_gemm)
+            for function in functions:
+                function.argtypes = (ctypes.c_void_p,)  # type: ignore[attr-defined]
+                function.restype = ctypes.c_int  # type: ignore[attr-defined]
+            return functions
+    return None
+
+
+@cache
+def best() -> Kernels | None:
+    """Return the fastest functions for this processor; warn and return None if none were built.
+
+    ``ATEN_CPU_CAPABILITY`` limits the choice, as it does for torch's own kernels.
+    """
+    first = _FIRST.get(torch.backends.cpu.get_cpu_capability(), "generic")
+    for name in LIBRARIES[LIBRARIES.index(first) :]:
+        if (functions := load(name)) is not None:
+            return functions
+    logger.warning(
+        "tiered: the C++ kernels were not built, and torch takes many times as long: install "
+        "a C++ compiler (g++), then vllm-tiered again"
+    )
+    return None
