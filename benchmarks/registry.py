@@ -91,6 +91,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.weights.storage",
         ),
         Benchmark(
+            name="experts_offload",
+            summary="a mixture that memory does not hold, experts from an SSD, against llama.cpp",
+            module="benchmarks.suites.experts.offload",
+        ),
+        Benchmark(
             name="planner_accuracy",
             summary="predicted against measured time per token, from a probe of the same run",
             module="benchmarks.suites.weights.planner_accuracy",

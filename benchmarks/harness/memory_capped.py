@@ -18,7 +18,7 @@ from benchmarks.harness.memory_limit import run_limited
 from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.peers import PREFIX
-from benchmarks.peers.model import OptShape
+from benchmarks.peers.model import Shape
 
 MARGIN_BYTES = 96 << 20
 """Kept free between the limit and our plan: buffers, and allocations that grow a little in use."""
@@ -50,13 +50,13 @@ class Load:
     prompt_step: int = 0
     threads: int = 2
 
-    def kv_bytes(self, shape: OptShape) -> int:
+    def kv_bytes(self, shape: Shape) -> int:
         """Return the KV bytes of all requests in whole blocks, with vLLM's null block."""
         blocks = 1
         for index in range(self.batch):
             num_tokens = self.prompt_tokens + index * self.prompt_step + self.new_tokens
             blocks += -(-num_tokens // KV_BLOCK_TOKENS)
-        return blocks * KV_BLOCK_TOKENS * 2 * shape.num_layers * shape.hidden_size * 2
+        return blocks * KV_BLOCK_TOKENS * shape.kv_token_bytes
 
 
 def decode_command(

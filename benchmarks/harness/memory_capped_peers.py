@@ -108,6 +108,7 @@ class PeerRuns:
             prompt_tokens=self.load.prompt_tokens,
             new_tokens=new_tokens or self.load.new_tokens,
             resident_share=share,
+            batch=self.load.batch,
             prepare=prepare,
         )
 

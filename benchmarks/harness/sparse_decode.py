@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=json.loads, help="token ids, of one request")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--random-tokens", action="store_true", help="take tokens at random")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -61,8 +62,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         additional_config={"tiered": {"kv": {"enabled": False}, **args.tiered}},
     )
     started = time.perf_counter() - start
+    # The text of random weights soon repeats itself; at this temperature their logits are alike.
+    temperature = 2.0 if args.random_tokens else 0.0
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False
+        temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False
     )
     engine = llm.llm_engine
     for index in range(args.batch):

@@ -66,7 +66,7 @@ PEERS: Mapping[str, Peer] = {
             module="benchmarks.peers.llama_cpp",
             packages={"gguf": "gguf"},
             program=LLAMA_BENCH,
-            note="GPT-2 graph over the same tensors: it has none for OPT",
+            note="GPT-2 graph over OPT's tensors, for which it has none",
         ),
         Peer(
             name="flexgen",
@@ -111,8 +111,8 @@ class PeerRun:
     """Figures that a contender measured.
 
     `prefill_seconds` ends with the first new token; `seconds_per_token` has one entry for each
-    later token. `model_bytes` is the size of its weights as it stores them, `resident_bytes` the
-    part that it keeps in memory on purpose (None: up to the system).
+    later token of each of `batch` requests. `model_bytes` is the size of its weights as it stores
+    them, `resident_bytes` the part that it keeps in memory on purpose (None: up to the system).
     """
 
     peer: str
@@ -120,13 +120,14 @@ class PeerRun:
     load_seconds: float
     prefill_seconds: float
     seconds_per_token: tuple[float, ...]
+    batch: int
     model_bytes: int
     resident_bytes: int | None
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the decode rate over all tokens after the first."""
-        return len(self.seconds_per_token) / sum(self.seconds_per_token)
+        """Return the decode rate of all requests over all tokens after the first."""
+        return self.batch * len(self.seconds_per_token) / sum(self.seconds_per_token)
 
     def line(self) -> str:
         """Return the line that a contender prints, read by `parse_output`."""
@@ -176,6 +177,7 @@ def command(
     prompt_tokens: int,
     new_tokens: int,
     resident_share: float,
+    batch: int = 1,
     prepare: bool = False,
 ) -> list[str]:
     """Return a contender's command line, to run in the repository's root."""
@@ -186,6 +188,7 @@ def command(
         "--prompt-tokens": prompt_tokens,
         "--new-tokens": new_tokens,
         "--resident-share": resident_share,
+        "--batch": batch,
     }
     line = [python, "-m", PEERS[peer].module]
     for option, value in arguments.items():
@@ -216,7 +219,7 @@ def parse_output(text: str) -> PeerRun:
     if not isinstance(tokens, list) or not tokens:
         raise ValueError(f"seconds_per_token is {tokens!r}, expected a list with entries")
     for name, value in [("seconds_per_token", token) for token in tokens] + [
-        (name, values[name]) for name in ("load_seconds", "prefill_seconds", "model_bytes")
+        (name, values[name]) for name in ("load_seconds", "prefill_seconds", "model_bytes", "batch")
     ]:
         if not _is_positive(value):
             raise ValueError(f"{name} is {value!r}, expected a number above 0")

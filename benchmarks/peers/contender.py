@@ -35,6 +35,8 @@ class Arguments:
     prompt_tokens: int
     new_tokens: int
     resident_share: float
+    batch: int
+    random_tokens: bool
     prepare: bool
 
 
@@ -47,11 +49,13 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> A
     parser.add_argument("--prompt-tokens", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--resident-share", type=float, default=0.0)
+    parser.add_argument("--batch", type=int, default=1, help="requests; llama.cpp alone takes more")
+    parser.add_argument("--random-tokens", action="store_true", help="likewise")
     parser.add_argument("--prepare", action="store_true", help="convert the model, then stop")
     values = parser.parse_args(argv)
     if not 0.0 <= values.resident_share <= 1.0:
         parser.error(f"--resident-share {values.resident_share}: expected 0 to 1")
-    for name, least in (("threads", 1), ("prompt_tokens", 1), ("new_tokens", 2)):
+    for name, least in (("threads", 1), ("prompt_tokens", 1), ("new_tokens", 2), ("batch", 1)):
         if getattr(values, name) < least:
             option = name.replace("_", "-")
             parser.error(f"--{option} {getattr(values, name)}: expected at least {least}")
@@ -137,6 +141,7 @@ def report(
         load_seconds=load_seconds,
         prefill_seconds=seconds[0],
         seconds_per_token=tuple(seconds[1:]),
+        batch=1,
         model_bytes=model_bytes,
         resident_bytes=resident_bytes,
     )

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode speed of llama.cpp from raw token ids, greedy, batch 1; prints the line that the other
-// contenders print. Used through `python -m benchmarks.peers.llama_cpp`, which holds the defaults.
+// Decode speed of llama.cpp from raw token ids, greedy; prints the line that the other contenders
+// print. Used through `python -m benchmarks.peers.llama_cpp`, which holds the defaults. All requests
+// have the same prompt but for its first token. With RANDOM 1 the next token is not the best one but
+// one at random, as the text of random weights soon repeats itself.
 //
-//     llama_bench MODEL.gguf PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION
+//     llama_bench MODEL.gguf PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION [BATCH RANDOM]
 #include "llama.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <random>
 #include <vector>
 
 static double now() {
@@ -22,15 +25,17 @@ static int fail(const char * what) {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 8) {
-        return fail("expected MODEL PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION");
+    if (argc != 8 && argc != 10) {
+        return fail("expected MODEL PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION [BATCH RANDOM]");
     }
     const int prompt_tokens = std::atoi(argv[2]);
     const int new_tokens    = std::atoi(argv[3]);
     const int threads       = std::atoi(argv[4]);
     const int first_id      = std::atoi(argv[5]);
     const int id_step       = std::atoi(argv[6]);
-    if (prompt_tokens < 1 || new_tokens < 2 || threads < 1) {
+    const int requests      = argc == 10 ? std::atoi(argv[8]) : 1;
+    const bool is_random    = argc == 10 && std::atoi(argv[9]) == 1;
+    if (prompt_tokens < 1 || new_tokens < 2 || threads < 1 || requests < 1) {
         return fail("expected at least 1 prompt token, 2 new tokens and 1 thread");
     }
     llama_log_set([](ggml_log_level level, const char * text, void *) {
@@ -49,8 +54,10 @@ int main(int argc, char ** argv) {
         return fail("the model does not load");
     }
     llama_context_params context_params = llama_context_default_params();
-    context_params.n_ctx           = prompt_tokens + new_tokens;
-    context_params.n_batch         = prompt_tokens;
+    context_params.n_ctx           = requests * (prompt_tokens + new_tokens);
+    context_params.n_batch         = requests * prompt_tokens;
+    context_params.n_seq_max       = requests;
+    context_params.kv_unified      = true;
     context_params.n_threads       = threads;
     context_params.n_threads_batch = threads;
     llama_context * context = llama_init_from_model(model, context_params);
@@ -59,21 +66,38 @@ int main(int argc, char ** argv) {
     }
     const double load_seconds = now() - start;
 
-    std::vector<llama_token> prompt;
-    for (int i = 0; i < prompt_tokens; i++) {
-        prompt.push_back(first_id + i * id_step);
-    }
     const int vocab_size = llama_vocab_n_tokens(llama_model_get_vocab(model));
-    // The first new token comes out of the prompt's pass, so it counts as prefill.
+    llama_batch batch = llama_batch_init(requests * prompt_tokens, 0, 1);
+    const auto add = [&](llama_token token, int position, int request, bool has_logits) {
+        const int i = batch.n_tokens++;
+        batch.token[i]     = token;
+        batch.pos[i]       = position;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = request;
+        batch.logits[i]    = has_logits;
+    };
+    for (int request = 0; request < requests; request++) {
+        for (int i = 0; i < prompt_tokens; i++) {
+            add(first_id + i * id_step + (i == 0 ? request : 0), i, request, i + 1 == prompt_tokens);
+        }
+    }
+    // The first new token comes out of the prompts' pass, so it counts as prefill.
     double since = now();
-    if (llama_decode(context, llama_batch_get_one(prompt.data(), prompt_tokens)) != 0) {
-        return fail("the prompt cannot be decoded");
+    if (llama_decode(context, batch) != 0) {
+        return fail("the prompts cannot be decoded");
     }
     double prefill_seconds = 0;
     std::vector<double> seconds_per_token;
+    std::mt19937 generator(0);
     for (int i = 0; i < new_tokens; i++) {
-        const float * logits = llama_get_logits_ith(context, -1);
-        llama_token token = std::max_element(logits, logits + vocab_size) - logits;
+        std::vector<llama_token> next;
+        for (int at = 0; at < batch.n_tokens; at++) {
+            if (batch.logits[at]) {
+                const float * logits = llama_get_logits_ith(context, at);
+                const llama_token best = std::max_element(logits, logits + vocab_size) - logits;
+                next.push_back(is_random ? llama_token(generator() % vocab_size) : best);
+            }
+        }
         const double seconds = now() - since;
         if (i == 0) {
             prefill_seconds = seconds;
@@ -81,19 +105,24 @@ int main(int argc, char ** argv) {
             seconds_per_token.push_back(seconds);
         }
         since = now();
-        if (i + 1 < new_tokens && llama_decode(context, llama_batch_get_one(&token, 1)) != 0) {
+        batch.n_tokens = 0;
+        for (int request = 0; request < requests; request++) {
+            add(next[request], prompt_tokens + i, request, true);
+        }
+        if (i + 1 < new_tokens && llama_decode(context, batch) != 0) {
             return fail("a token cannot be decoded");
         }
     }
 
     std::printf("PEER {\"peer\": \"llama_cpp\", \"version\": \"%s\", \"load_seconds\": %.6f, "
                 "\"prefill_seconds\": %.6f, \"model_bytes\": %llu, \"resident_bytes\": null, "
-                "\"seconds_per_token\": [", argv[7], load_seconds, prefill_seconds,
-                (unsigned long long) llama_model_size(model));
+                "\"batch\": %d, \"seconds_per_token\": [", argv[7], load_seconds, prefill_seconds,
+                (unsigned long long) llama_model_size(model), requests);
     for (size_t i = 0; i < seconds_per_token.size(); i++) {
         std::printf("%s%.6f", i == 0 ? "" : ", ", seconds_per_token[i]);
     }
     std::puts("]}");
+    llama_batch_free(batch);
     llama_free(context);
     llama_model_free(model);
     llama_backend_free();

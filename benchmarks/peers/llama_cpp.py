@@ -4,7 +4,8 @@
 llama.cpp has no graph for OPT. The same tensors are stored under its GPT-2 graph, which has the
 same sizes (layer norms with biases, learned positions, one FFN of two matrices). The bytes of the
 matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
-Norms, biases and positions are float32, as llama.cpp's own converter stores them.
+OLMoE has a graph of its own; a layer's experts are one tensor for each of their three matrices.
+Norms, biases, positions and routers are float32, as llama.cpp's own converter stores them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,79 +28,130 @@ _POSITION_OFFSET = 2  # rows of OPT's position table that no token uses
 _FILE_NAME = "model.gguf"
 
 
+class _Tensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        sources: the checkpoint's tensors that follow one another in it.
+        is_stack: they get a dimension of their own.
+        is_float32: it is stored in float32.
+    """
+
+    sources: list[str]
+    is_stack: bool = False
+    is_float32: bool = False
+
+
 def convert(model: Path, target: Path) -> None:
     """Write the model folder as a GGUF file, one tensor in memory at a time, published by rename.
 
-    Raises ValueError for a model that GPT-2's graph cannot represent.
+    Raises ValueError for a model that no graph can represent.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     checkpoint = Checkpoint(model)
     config = checkpoint.config
-    if config["model_type"] != "opt" or not config["do_layer_norm_before"]:
-        raise ValueError(f"{model}: expected an OPT with do_layer_norm_before")
+    is_opt = config["model_type"] == "opt" and config["do_layer_norm_before"]
+    if not is_opt and config["model_type"] != "olmoe":
+        raise ValueError(f"{model}: expected an OPT with do_layer_norm_before, or an OLMoE")
     staging = target.with_suffix(".part")
-    writer = GGUFWriter(staging, "gpt2")
+    writer = GGUFWriter(staging, "gpt2" if is_opt else "olmoe")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["ffn_dim"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_eps(1e-5)
+    if is_opt:
+        writer.add_feed_forward_length(config["ffn_dim"])
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    names = dict(_tensor_names(config["num_hidden_layers"]))
-    for name, sources in names.items():
-        shape, is_matrix = _shape(checkpoint, sources)
-        item = np.dtype(np.uint16 if is_matrix else np.float32)
-        kind = GGMLQuantizationType.BF16 if is_matrix else GGMLQuantizationType.F32
+    tensors = dict(_opt_tensors(config) if is_opt else _olmoe_tensors(config))
+    for name, tensor in tensors.items():
+        shape = _shape(checkpoint, tensor)
+        is_float32 = tensor.is_float32 or len(shape) == 1
+        item = np.dtype(np.float32 if is_float32 else np.uint16)
+        kind = GGMLQuantizationType.F32 if is_float32 else GGMLQuantizationType.BF16
         writer.add_tensor_info(name, shape, item, int(np.prod(shape)) * item.itemsize, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for sources in names.values():
-        writer.write_tensor_data(_data(checkpoint, sources))
+    for tensor in tensors.values():
+        writer.write_tensor_data(_data(checkpoint, tensor))
     writer.close()
     staging.replace(target)
 
 
-def _tensor_names(num_layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield each GGUF tensor with its source tensors, in the order of use."""
+def _opt_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+    """Yield the tensors of GPT-2's graph by name, in the order of use."""
     prefix = "model.decoder."
-    yield "token_embd.weight", [f"{prefix}embed_tokens.weight"]
-    yield "position_embd.weight", [f"{prefix}embed_positions.weight"]
-    for layer_idx in range(num_layers):
+    yield "token_embd.weight", _Tensor([f"{prefix}embed_tokens.weight"])
+    positions = [f"{prefix}embed_positions.weight"]
+    yield "position_embd.weight", _Tensor(positions, is_float32=True)
+    for layer_idx in range(config["num_hidden_layers"]):
         layer, block = f"{prefix}layers.{layer_idx}.", f"blk.{layer_idx}."
         for part in ("weight", "bias"):
-            yield f"{block}attn_norm.{part}", [f"{layer}self_attn_layer_norm.{part}"]
-            yield (
-                f"{block}attn_qkv.{part}",
-                [f"{layer}self_attn.{which}_proj.{part}" for which in "qkv"],
-            )
-            yield f"{block}attn_output.{part}", [f"{layer}self_attn.out_proj.{part}"]
-            yield f"{block}ffn_norm.{part}", [f"{layer}final_layer_norm.{part}"]
-            yield f"{block}ffn_up.{part}", [f"{layer}fc1.{part}"]
-            yield f"{block}ffn_down.{part}", [f"{layer}fc2.{part}"]
+            yield f"{block}attn_norm.{part}", _Tensor([f"{layer}self_attn_layer_norm.{part}"])
+            qkv = [f"{layer}self_attn.{which}_proj.{part}" for which in "qkv"]
+            yield f"{block}attn_qkv.{part}", _Tensor(qkv)
+            yield f"{block}attn_output.{part}", _Tensor([f"{layer}self_attn.out_proj.{part}"])
+            yield f"{block}ffn_norm.{part}", _Tensor([f"{layer}final_layer_norm.{part}"])
+            yield f"{block}ffn_up.{part}", _Tensor([f"{layer}fc1.{part}"])
+            yield f"{block}ffn_down.{part}", _Tensor([f"{layer}fc2.{part}"])
     for part in ("weight", "bias"):
-        yield f"output_norm.{part}", [f"{prefix}final_layer_norm.{part}"]
+        yield f"output_norm.{part}", _Tensor([f"{prefix}final_layer_norm.{part}"])
 
 
-def _shape(checkpoint: Checkpoint, sources: list[str]) -> tuple[tuple[int, ...], bool]:
-    """Return a GGUF tensor's shape, and whether it is a matrix (bfloat16) or not (float32)."""
-    rows = sum(checkpoint[source].shape[0] for source in sources)
-    rest = checkpoint[sources[0]].shape[1:]
-    if "embed_positions" in sources[0]:
-        return (rows - _POSITION_OFFSET, *rest), False
-    return (rows, *rest), len(rest) == 1
+def _olmoe_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+    """Yield the tensors of OLMoE's graph by name, in the order of use."""
+    yield "token_embd.weight", _Tensor(["model.embed_tokens.weight"])
+    for layer_idx in range(config["num_hidden_layers"]):
+        layer, block = f"model.layers.{layer_idx}.", f"blk.{layer_idx}."
+        yield f"{block}attn_norm.weight", _Tensor([f"{layer}input_layernorm.weight"])
+        for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o")):
+            yield f"{block}attn_{theirs}.weight", _Tensor([f"{layer}self_attn.{ours}_proj.weight"])
+        for which in "qk":
+            yield (
+                f"{block}attn_{which}_norm.weight",
+                _Tensor([f"{layer}self_attn.{which}_norm.weight"]),
+            )
+        yield f"{block}ffn_norm.weight", _Tensor([f"{layer}post_attention_layernorm.weight"])
+        yield f"{block}ffn_gate_inp.weight", _Tensor([f"{layer}mlp.gate.weight"], is_float32=True)
+        for which in ("gate", "up", "down"):
+            experts = [
+                f"{layer}mlp.experts.{expert}.{which}_proj.weight"
+                for expert in range(config["num_experts"])
+            ]
+            yield f"{block}ffn_{which}_exps.weight", _Tensor(experts, is_stack=True)
+    yield "output_norm.weight", _Tensor(["model.norm.weight"])
+    yield "output.weight", _Tensor(["lm_head.weight"])
 
 
-def _data(checkpoint: Checkpoint, sources: list[str]) -> npt.NDArray[Any]:
-    if "embed_positions" in sources[0]:
-        return to_float32(checkpoint[sources[0]][_POSITION_OFFSET:])
-    parts = [checkpoint[source] for source in sources]
+def _shape(checkpoint: Checkpoint, tensor: _Tensor) -> tuple[int, ...]:
+    first = checkpoint[tensor.sources[0]].shape
+    if tensor.is_stack:
+        return (len(tensor.sources), *first)
+    rows = sum(checkpoint[source].shape[0] for source in tensor.sources)
+    return (rows - _skipped(tensor), *first[1:])
+
+
+def _skipped(tensor: _Tensor) -> int:
+    return _POSITION_OFFSET if "embed_positions" in tensor.sources[0] else 0
+
+
+def _data(checkpoint: Checkpoint, tensor: _Tensor) -> npt.NDArray[Any]:
+    parts = [checkpoint[source][_skipped(tensor) :] for source in tensor.sources]
+    if tensor.is_stack:
+        return np.stack(parts)
     bits = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return bits if bits.ndim == 2 else to_float32(bits)
+    return to_float32(bits) if tensor.is_float32 or bits.ndim == 1 else bits
 
 
 def source_version(program: Path) -> str:
@@ -127,6 +179,8 @@ def main() -> None:
         FIRST_ID,
         ID_STEP,
         source_version(program),
+        arguments.batch,
+        int(arguments.random_tokens),
     )
     os.execv(program, [str(program), str(target), *map(str, numbers)])
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OPT models of random weights at real sizes, written without holding a whole model in memory.
+"""Models of random weights at real sizes, written without holding a whole model in memory.
 
-`opt_dir("opt-6.7b", folder)` writes a folder that vLLM, transformers and the peers load: bfloat16
+`model_dir("opt-6.7b", folder)` writes a folder that vLLM, transformers and the peers load: bfloat16
 safetensors of at most 1 GB, config and the demo tokenizer. Biases are 0, norms 1, matrices are
-N(0, 0.02), embeddings tied. One block of seeded random numbers is repeated end to end, and every
-matrix is a cut from it at its own offset, so 13 GB are written as fast as the disk takes them. The
-block's length is a prime, so that rows of a matrix never repeat.
+N(0, 0.02), OPT's embeddings tied. One block of seeded random numbers is repeated end to end, and
+every matrix is a cut from it at its own offset, so 13 GB are written as fast as the disk takes
+them. OLMoE's matrices are N(0, 0.04), its embeddings 32 times that and the output of its attention
+an eighth, so that a token's experts depend on the token more than on the context. The block's
+length is a prime, so that rows of a matrix never repeat.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,28 @@ _BF16_ONE = 0x3F80
 _ITEM_BYTES = 2
 POSITION_OFFSET = 2  # the first two rows of OPT's position table are for padding
 _RECIPE = 1  # increases when the written bytes change
+
+
+class Shape(Protocol):
+    """The sizes of a model."""
+
+    num_layers: int
+    vocab_size: int
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]: ...
+
+    def config(self) -> dict[str, Any]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def kv_token_bytes(self) -> int: ...
+
+    @property
+    def std(self) -> float: ...
+
+    def exponent(self, name: str) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +96,21 @@ class OptShape:
         """Return the bytes of all weights in 16 bit."""
         return sum(_num_bytes(shape) for _, shape in self.tensors())
 
-    def config(self) -> dict[str, object]:
+    @property
+    def kv_token_bytes(self) -> int:
+        """Return the bytes of a token's KV in 16 bit."""
+        return 2 * self.num_layers * self.hidden_size * 2
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation of the weights."""
+        return _STD
+
+    def exponent(self, name: str) -> int:
+        """Return the power of two that a tensor's values are multiplied with."""
+        return 0
+
+    def config(self) -> dict[str, Any]:
         """Return what transformers expects in config.json."""
         return {
             "architectures": ["OPTForCausalLM"],
@@ -98,16 +136,109 @@ class OptShape:
         }
 
 
-SHAPES: Mapping[str, OptShape] = {
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OlmoeShape:
+    """The sizes of an OLMoE model: each layer has a router and experts of three matrices.
+
+    `intermediate_size` is an expert's.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_experts: int = 64
+    top_k: int = 8
+    vocab_size: int = 50304
+    max_positions: int = 4096
+    std: float = 0.04
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of each stored tensor, in the order of use."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        for layer_idx in range(self.num_layers):
+            layer = f"model.layers.{layer_idx}."
+            yield f"{layer}input_layernorm.weight", (hidden,)
+            for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                yield f"{layer}self_attn.{projection}.weight", (hidden, hidden)
+            for norm in ("q_norm", "k_norm"):
+                yield f"{layer}self_attn.{norm}.weight", (hidden,)
+            yield f"{layer}post_attention_layernorm.weight", (hidden,)
+            yield f"{layer}mlp.gate.weight", (self.num_experts, hidden)
+            for expert in range(self.num_experts):
+                yield f"{layer}mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
+                yield f"{layer}mlp.experts.{expert}.up_proj.weight", (inner, hidden)
+                yield f"{layer}mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+        yield "model.norm.weight", (hidden,)
+        yield "lm_head.weight", (self.vocab_size, hidden)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all weights in 16 bit."""
+        return sum(_num_bytes(shape) for _, shape in self.tensors())
+
+    def exponent(self, name: str) -> int:
+        """Return the power of two that a tensor's values are multiplied with."""
+        return 5 if "embed_tokens" in name else -3 if "o_proj" in name else 0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of an expert in 16 bit."""
+        return 3 * self.hidden_size * self.intermediate_size * _ITEM_BYTES
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Return the bytes of a token's KV in 16 bit."""
+        return 2 * self.num_layers * self.hidden_size * 2
+
+    def config(self) -> dict[str, Any]:
+        """Return what transformers expects in config.json."""
+        return {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "dtype": "bfloat16",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_heads,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": False,
+            "max_position_embeddings": self.max_positions,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+
+
+OPT_SHAPES: Mapping[str, OptShape] = {
     "opt-1.3b": OptShape(hidden_size=2048, ffn_dim=8192, num_layers=24, num_heads=32),
     "opt-6.7b": OptShape(hidden_size=4096, ffn_dim=16384, num_layers=32, num_heads=32),
 }
+OLMOE_SHAPES: Mapping[str, OlmoeShape] = {
+    "olmoe-0.9b": OlmoeShape(
+        hidden_size=1024, intermediate_size=512, num_layers=8, num_heads=8, vocab_size=50304
+    ),
+    "olmoe-7b": OlmoeShape(hidden_size=2048, intermediate_size=1024, num_layers=16, num_heads=16),
+}
+"""`olmoe-7b` has the sizes of OLMoE-1B-7B."""
+
+SHAPES: Mapping[str, Shape] = {**OPT_SHAPES, **OLMOE_SHAPES}
 
 
-def opt_dir(
+def model_dir(
     shape: str, folder: Path, *, seed: int = 0, tokenizer_dir: str | Path | None = None
 ) -> Path:
-    """Return the folder, inside `folder`, of a random OPT of this shape; written on first use.
+    """Return the folder, inside `folder`, of a random model of this shape; written on first use.
 
     The same shape and seed give the same bytes on every machine. The tokenizer is the demo model's
     unless `tokenizer_dir` names a folder with another. Raises KeyError, naming the known shapes,
@@ -115,7 +246,7 @@ def opt_dir(
     """
     if shape not in SHAPES:
         raise KeyError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
-    sizes = SHAPES[shape]
+    sizes: Any = SHAPES[shape]
     recipe = json.dumps([_RECIPE, asdict(sizes)], sort_keys=True)
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
     target = folder / f"{shape}-seed{seed}-{digest}"
@@ -129,37 +260,38 @@ def opt_dir(
         flush=True,
     )
     with publish_dir(target) as staging:
-        write_opt(sizes, staging, seed=seed)
+        write_model(sizes, staging, seed=seed)
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 (staging / name).write_bytes((tokenizer / name).read_bytes())
     return target
 
 
-def write_opt(
-    shape: OptShape, out: Path, *, seed: int = 0, shard_bytes: int = _SHARD_BYTES
-) -> None:
+def write_model(shape: Shape, out: Path, *, seed: int = 0, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write config.json, the index and the shards of a model into the folder `out`.
 
     A shard takes at most `shard_bytes`, unless one tensor alone is larger. It needs one block of 17
     MB of memory, and three times as much while the block is drawn.
     """
     rng = np.random.default_rng(seed)
-    block = _random_block(rng)
+    block = _random_block(rng, shape.std)
     write_tensors(
-        shape, out, lambda name, sizes: _values(name, sizes, block, rng), shard_bytes=shard_bytes
+        shape,
+        out,
+        lambda name, sizes: _values(name, sizes, block, rng, shape.exponent(name)),
+        shard_bytes=shard_bytes,
     )
 
 
 def write_tensors(
-    shape: OptShape,
+    shape: Shape,
     out: Path,
     values: Values,
     *,
     shard_bytes: int = _SHARD_BYTES,
     alignment: int = 8,
 ) -> None:
-    """Write the files that `write_opt` writes, with the values from `values`.
+    """Write the files that `write_model` writes, with the values from `values`.
 
     Args:
         alignment: of the data in a shard, bytes. With 4096 every tensor of the real shapes begins
@@ -194,7 +326,7 @@ def _num_bytes(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape)) * _ITEM_BYTES
 
 
-def _shards(shape: OptShape, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+def _shards(shape: Shape, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
     """Return the tensors of each shard, filled in order."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -215,10 +347,10 @@ def to_bfloat16(values: npt.NDArray[np.float32]) -> Bits:
     return (bits >> 16).astype("<u2")
 
 
-def _random_block(rng: np.random.Generator) -> Bits:
-    """Return N(0, 0.02) numbers."""
+def _random_block(rng: np.random.Generator, std: float) -> Bits:
+    """Return N(0, std) numbers."""
     values = rng.standard_normal(_BLOCK_LENGTH, dtype=np.float32)
-    values *= np.float32(_STD)
+    values *= np.float32(std)
     return to_bfloat16(values)
 
 
@@ -236,7 +368,7 @@ def _write_header(file: BinaryIO, tensors: Mapping[str, tuple[int, ...]], alignm
 
 
 def _values(
-    name: str, shape: tuple[int, ...], block: Bits, rng: np.random.Generator
+    name: str, shape: tuple[int, ...], block: Bits, rng: np.random.Generator, exponent: int
 ) -> Iterator[Bits]:
     remaining = int(np.prod(shape))
     if len(shape) == 1:
@@ -246,6 +378,14 @@ def _values(
     start = int(rng.integers(block.size))
     while remaining:
         piece = block[start : start + remaining]
-        yield piece
+        yield _scaled(piece, exponent)
         remaining -= piece.size
         start = 0
+
+
+def _scaled(bits: Bits, exponent: int) -> Bits:
+    """Multiply with a power of two; zeros, and what would be too small, become zeros."""
+    if not exponent:
+        return bits
+    is_kept = (bits & 0x7F80) > max(0, -exponent) << 7
+    return np.where(is_kept, bits + np.uint16((exponent << 7) & 0xFFFF), 0).astype("<u2")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import peers
-from benchmarks.peers import accelerate_disk, checkpoint, contender, flexgen
-from benchmarks.peers.model import SHAPES, OptShape, write_opt
+from benchmarks.peers import accelerate_disk, checkpoint, contender, flexgen, llama_cpp
+from benchmarks.peers.model import SHAPES, OlmoeShape, OptShape, write_model
 
 TINY = OptShape(hidden_size=64, ffn_dim=160, num_layers=3, num_heads=4, vocab_size=80)
 
@@ -20,6 +20,7 @@ RUN = peers.PeerRun(
     load_seconds=1.5,
     prefill_seconds=2.0,
     seconds_per_token=(0.5, 1.5),
+    batch=2,
     model_bytes=1000,
     resident_bytes=250,
 )
@@ -101,6 +102,7 @@ def test_the_command_line_is_what_the_contenders_read(peer, tmp_path):
         prompt_tokens=12,
         new_tokens=16,
         resident_share=0.25,
+        batch=3,
         prepare=True,
     )
     assert line[:3] == ["python", "-m", f"benchmarks.peers.{peer}"]
@@ -112,6 +114,8 @@ def test_the_command_line_is_what_the_contenders_read(peer, tmp_path):
         prompt_tokens=12,
         new_tokens=16,
         resident_share=0.25,
+        batch=3,
+        random_tokens=False,
         prepare=True,
     )
 
@@ -170,8 +174,35 @@ def test_system_managed_residency_is_none():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    write_opt(TINY, folder)
+    write_model(TINY, folder)
     return checkpoint.Checkpoint(folder)
+
+
+def test_llama_cpp_gets_a_mixtures_experts_in_one_tensor(tmp_path):
+    from gguf import GGUFReader
+
+    shape = OlmoeShape(
+        hidden_size=64,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_experts=4,
+        top_k=2,
+        vocab_size=96,
+    )
+    write_model(shape, tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf")
+    found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    model = checkpoint.Checkpoint(tmp_path)
+    names = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(4)]
+    stacked = np.stack([model[name] for name in names])
+    down = found["blk.1.ffn_down_exps.weight"]
+    assert list(down.shape) == [32, 64, 4]  # GGUF's order is the other way round
+    np.testing.assert_array_equal(down.data.view("<u2").reshape(stacked.shape), stacked)
+    router = found["blk.0.ffn_gate_inp.weight"]
+    expected = checkpoint.to_float32(model["model.layers.0.mlp.gate.weight"])
+    np.testing.assert_array_equal(router.data, expected)
+    assert sum(tensor.n_elements for tensor in found.values()) == shape.num_bytes // 2
 
 
 def test_flexgen_keeps_whole_matrices_within_the_share():
@@ -199,7 +230,7 @@ def test_flexgen_keeps_whole_matrices_within_the_share():
 def test_flexgen_files_hold_the_models_numbers_in_float16(tiny, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    write_opt(TINY, model)
+    write_model(TINY, model)
     flexgen.convert(model, tmp_path / "opt-np")
     files = sorted(path.name for path in (tmp_path / "opt-np").iterdir())
     assert len(files) == len(list(tiny))

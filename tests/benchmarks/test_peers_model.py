@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import checkpoint, llama_cpp, model
-from benchmarks.peers.model import SHAPES, OptShape, opt_dir, write_opt
+from benchmarks.peers.model import (
+    OLMOE_SHAPES,
+    SHAPES,
+    OptShape,
+    model_dir,
+    to_bfloat16,
+    write_model,
+)
 
 TINY = OptShape(
     hidden_size=64, ffn_dim=160, num_layers=3, num_heads=4, vocab_size=80, max_positions=126
@@ -17,7 +24,7 @@ TINY = OptShape(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    write_opt(TINY, folder, shard_bytes=TINY.num_bytes // 3)
+    write_model(TINY, folder, shard_bytes=TINY.num_bytes // 3)
     return folder
 
 
@@ -80,7 +87,7 @@ def test_numbers_are_rounded_as_torch_rounds():
 
 def test_a_matrix_longer_than_the_block_does_not_repeat_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "_BLOCK_LENGTH", 1009)
-    write_opt(TINY, tmp_path)
+    write_model(TINY, tmp_path)
     rows = checkpoint.Checkpoint(tmp_path)["model.decoder.layers.0.fc1.weight"]
     assert rows.size > 5 * 1009
     assert len(np.unique(rows, axis=0)) == len(rows)
@@ -91,7 +98,7 @@ def test_the_seed_decides_the_bytes(folder, tmp_path):
     for seed in (0, 1):
         out = tmp_path / str(seed)
         out.mkdir()
-        write_opt(TINY, out, seed=seed)
+        write_model(TINY, out, seed=seed)
     first, second = (checkpoint.Checkpoint(tmp_path / str(seed))[name] for seed in (0, 1))
     np.testing.assert_array_equal(first, checkpoint.Checkpoint(folder)[name])
     assert not np.array_equal(first, second)
@@ -100,6 +107,18 @@ def test_the_seed_decides_the_bytes(folder, tmp_path):
 def test_the_real_shapes_have_their_models_sizes():
     assert SHAPES["opt-1.3b"].num_bytes == 2 * 1_315_758_080
     assert SHAPES["opt-6.7b"].num_bytes == 2 * 6_658_473_984
+    assert SHAPES["olmoe-7b"].num_bytes == 2 * 6_919_161_856  # allenai/OLMoE-1B-7B-0924
+    assert OLMOE_SHAPES["olmoe-7b"].expert_bytes == 3 * 2048 * 1024 * 2
+
+
+def test_a_power_of_two_scales_exactly():
+    values = np.array([0.04, -1.5, 0.0, 1e-38], dtype=np.float32)
+    bits = to_bfloat16(values.copy())
+    for exponent in (5, 0, -3):
+        scaled = checkpoint.to_float32(model._scaled(bits, exponent))
+        expected = checkpoint.to_float32(bits) * 2.0**exponent
+        np.testing.assert_array_equal(scaled[:3], expected[:3].astype(np.float32))
+    assert checkpoint.to_float32(model._scaled(bits, -3))[3] == 0  # and not a huge number
 
 
 def test_a_folder_is_made_once_with_the_tokenizer(tmp_path, monkeypatch):
@@ -107,13 +126,13 @@ def test_a_folder_is_made_once_with_the_tokenizer(tmp_path, monkeypatch):
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
-    made = opt_dir("opt-tiny", tmp_path / "models", tokenizer_dir=tokenizer)
+    made = model_dir("opt-tiny", tmp_path / "models", tokenizer_dir=tokenizer)
     assert (made / "tokenizer.json").read_text() == "{}"
     assert json.loads((made / "config.json").read_text())["hidden_size"] == 64
-    monkeypatch.setattr(model, "write_opt", None)  # a second writing would fail
-    assert opt_dir("opt-tiny", tmp_path / "models", tokenizer_dir=tokenizer) == made
+    monkeypatch.setattr(model, "write_model", None)  # a second writing would fail
+    assert model_dir("opt-tiny", tmp_path / "models", tokenizer_dir=tokenizer) == made
     with pytest.raises(KeyError, match=r"opt-1.3b, opt-6.7b, opt-tiny"):
-        opt_dir("opt-66b", tmp_path)
+        model_dir("opt-66b", tmp_path)
 
 
 def test_other_types_than_bfloat16_are_refused(tmp_path):

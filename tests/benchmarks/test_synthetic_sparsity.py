@@ -18,7 +18,7 @@ from benchmarks.inputs.synthetic_sparsity.model import (
 from benchmarks.inputs.synthetic_sparsity.record import record, sparsity_of_model
 from benchmarks.inputs.synthetic_sparsity.values import GROWTH, LATENT_ENERGY, SyntheticValues
 from benchmarks.peers.checkpoint import Checkpoint, to_float32
-from benchmarks.peers.model import SHAPES, to_bfloat16
+from benchmarks.peers.model import OPT_SHAPES, to_bfloat16
 
 TINY = SYNTHETIC_SHAPES["opt-tiny"]
 NUM_LATENT = 2 * TINY.sparsity.rank
@@ -167,7 +167,7 @@ def test_a_folder_is_made_once(model, monkeypatch):
     assert json.loads((model / "synthetic.json").read_text())["sparsity"]["rank"] == 32
     with pytest.raises(KeyError, match=r"opt-tiny, opt-1.3b, opt-6.7b"):
         synthetic_model_dir("opt-66b", model.parent)
-    assert {SYNTHETIC_SHAPES[name].sizes for name in SHAPES} == set(SHAPES.values())
+    assert {SYNTHETIC_SHAPES[name].sizes for name in OPT_SHAPES} == set(OPT_SHAPES.values())
 
 
 @pytest.mark.parametrize("rank", [7, 66])

@@ -58,7 +58,7 @@ def world(monkeypatch, tmp_path):
     (model / "a.safetensors").write_bytes(bytes(WEIGHTS))
     lacking = dict.fromkeys(PEERS) | {"airllm_disk": "package airllm: pip install airllm"}
     runs = Runs()
-    monkeypatch.setattr(weights_storage, "opt_dir", lambda shape, folder: model)
+    monkeypatch.setattr(weights_storage, "model_dir", lambda shape, folder: model)
     monkeypatch.setattr(peers, "available", lambda python: lacking)
     monkeypatch.setattr(memory_capped, "measure", runs)
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)

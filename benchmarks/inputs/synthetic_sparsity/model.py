@@ -35,7 +35,7 @@ from pathlib import Path
 
 from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.model import demo_model_dir
-from benchmarks.peers.model import SHAPES, TOKENIZER_FILES, OptShape, write_tensors
+from benchmarks.peers.model import OPT_SHAPES, TOKENIZER_FILES, OptShape, write_tensors
 
 PREDICTOR_FILE = "synthetic.factors"
 """A safetensors file with another ending, since loaders take all `*.safetensors` for weights."""
@@ -91,7 +91,7 @@ SYNTHETIC_SHAPES: Mapping[str, SyntheticShape] = {
         ),
         sparsity=Sparsity(rank=32),
     ),
-    **{name: SyntheticShape(sizes=sizes) for name, sizes in SHAPES.items()},
+    **{name: SyntheticShape(sizes=sizes) for name, sizes in OPT_SHAPES.items()},
 }
 
 
@@ -144,7 +144,7 @@ def write_synthetic_model(synthetic: SyntheticShape, out: Path, *, seed: int = 0
 def _tokenizer(vocab_size: int, folder: str | Path | None) -> dict[str, bytes]:
     """Return the tokenizer's files, if the vocabulary has a row for each of its tokens."""
     source = Path(folder) if folder is not None else None
-    if source is None and vocab_size < SHAPES["opt-1.3b"].vocab_size:
+    if source is None and vocab_size < OPT_SHAPES["opt-1.3b"].vocab_size:
         return {}
     source = source or demo_model_dir()
     return {name: (source / name).read_bytes() for name in TOKENIZER_FILES}

@@ -22,7 +22,7 @@ from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
-from benchmarks.peers.model import SHAPES, opt_dir
+from benchmarks.peers.model import OPT_SHAPES, model_dir
 from benchmarks.suites.weights.storage_summary import DEFINITIONS, OURS, summarise, table
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
@@ -46,7 +46,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.peers.model.SHAPES`.
+        shape: a name of `benchmarks.peers.model.OPT_SHAPES`.
         memory_share: share of the weights that memory holds.
         peers: names of the peers to compare with; those not installed are skipped and reported.
         peers_python: the interpreter that has the peers' packages ("": this one).
@@ -93,7 +93,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     lacking(settings.peers, settings.peers_python or sys.executable)
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
-    model = opt_dir(settings.shape, folder)
+    model = model_dir(settings.shape, folder)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     step(f"{settings.shape}: {weights / 1e9:.1f} GB in {model}")
     resident = memory_capped.vllm_bytes(settings.load, folder)
@@ -161,7 +161,7 @@ def _starts(
 
 def _our_command(settings: Settings, model: Path, store: Path, for_weights: int) -> list[str]:
     """Return the plugin's command; near memory is the limit less vLLM, embeddings and KV cache."""
-    shape = SHAPES[settings.shape]
+    shape = OPT_SHAPES[settings.shape]
     other_bytes = (shape.vocab_size + shape.max_positions) * shape.hidden_size * 2
     near_bytes = (
         for_weights - other_bytes - settings.load.kv_bytes(shape) - memory_capped.MARGIN_BYTES
@@ -176,7 +176,7 @@ def _our_command(settings: Settings, model: Path, store: Path, for_weights: int)
 def _base_command(settings: Settings, model: Path, *, new_tokens: int) -> list[str]:
     return [
         *(sys.executable, "-m", "benchmarks.harness.out_of_core", "--model", str(model)),
-        *("--kv-bytes", str(settings.load.kv_bytes(SHAPES[settings.shape]))),
+        *("--kv-bytes", str(settings.load.kv_bytes(OPT_SHAPES[settings.shape]))),
         *("--prompt-tokens", str(settings.prompt_tokens), "--new-tokens", str(new_tokens)),
     ]
 

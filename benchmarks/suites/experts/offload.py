@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture that memory does not hold, its experts read from an SSD as the router names them.
+
+Every contender decodes the same model of random weights under the same memory limit, page cache
+included: a share of the weights plus what vLLM itself takes with an almost empty model. The plugin
+keeps in slots what fits; llama.cpp maps the model file, with as many threads as suit it best.
+Tokens are drawn at random (by vLLM from almost even probabilities), so that routers of random
+weights choose almost uniformly: the worst case, without locality. Rounds are interleaved. Each
+begins by measuring the disk's own sequential bandwidth, and with none of the files in the page
+cache.
+
+The bound is computed first. With S slots for E experts a uniform router misses (E - S) / E of what
+it names, and the disk gives its bandwidth over those bytes.
+
+Two controls: float32 tokens of a small model with few slots against vLLM's, and the rate of a model
+whose experts all have slots against vLLM's alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import memory_capped
+from benchmarks.harness.cache import cache_root
+from benchmarks.harness.disk import sequential_read_gb_per_s
+from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
+from benchmarks.harness.memory_limit import can_limit, drop_cached
+from benchmarks.harness.progress import Step
+from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.shapes import random_model_dir
+from benchmarks.peers.model import OLMOE_SHAPES, model_dir
+from benchmarks.suites.experts.offload_summary import (
+    DEFINITIONS,
+    IN_MEMORY,
+    LLAMA,
+    OURS,
+    RESULT_KEYS,
+    summarise,
+    table,
+)
+
+__all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
+
+_LLAMA_THREADS = (2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of one profile.
+
+    Attributes:
+        shape: a name of `benchmarks.peers.model.OLMOE_SHAPES`.
+        batches: numbers of requests that decode together.
+        memory_share: share of the weights that memory holds.
+        control_rounds: rounds of the control with a slot for each expert.
+        in_memory: measure vLLM with all weights in memory, too, without a limit.
+        peers_python: the interpreter that has llama.cpp beside it ("": this one).
+        folder: where models and stores are kept, on the disk under test ("": the cache folder).
+    """
+
+    shape: str
+    new_tokens: int
+    rounds: int
+    batches: tuple[int, ...] = (1, 8)
+    memory_share: float = 0.5
+    prompt_tokens: int = 12
+    threads: int = 2
+    policy: str = "lru"
+    control_rounds: int = 5
+    in_memory: bool = True
+    peers_python: str = ""
+    folder: str = ""
+
+    def load(self, batch: int) -> memory_capped.Load:
+        """Return what is decoded."""
+        return memory_capped.Load(
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            batch=batch,
+            threads=self.threads,
+        )
+
+
+PROFILES: Mapping[str, Settings] = {
+    "quick": Settings(shape="olmoe-0.9b", new_tokens=24, rounds=1, batches=(1,), control_rounds=1),
+    "full": Settings(shape="olmoe-7b", new_tokens=32, rounds=3),
+}
+
+
+def num_steps(settings: Settings) -> int:
+    """Return how many steps `run` reports."""
+    return 6 + len(settings.batches) * (1 + settings.rounds * (3 + settings.in_memory))
+
+
+def run(settings: Settings, step: Step) -> dict[str, Any]:
+    """Measure; see the module's docstring."""
+    folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = model_dir(settings.shape, folder)
+    weights = OLMOE_SHAPES[settings.shape].num_bytes
+    step(f"{settings.shape}: {weights / 1e9:.1f} GB in {model}")
+    are_equal = _tokens_are_equal(folder, settings)
+    step(f"float32 tokens with few slots are vLLM's: {are_equal}")
+    ratio = _ratio_all_in_slots(settings, folder)
+    step(f"all experts in slots: {ratio:.3f} of vLLM's rate")
+    resident = memory_capped.vllm_bytes(settings.load(1), folder)
+    limit = int(settings.memory_share * weights) + resident
+    step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
+    is_limited = can_limit()
+    limit_bytes = limit if is_limited else None
+    store = folder / f"experts-{settings.shape}"
+    for file in _files(store):
+        file.unlink()
+    first = _fill(settings, model, store, weights)
+    step(f"first start: {first['load_seconds']:.1f} s, which fills the file of experts")
+    by_batch: dict[int, list[dict[str, dict[str, Any]]]] = {}
+    near: dict[int, int] = {}
+    skipped = lacking([LLAMA], settings.peers_python or sys.executable)
+    for batch in settings.batches:
+        near[batch] = _near_bytes(settings, model, store, limit, batch)
+        llama, why = _llama_command(settings, model, folder, batch, limit_bytes, skipped)
+        skipped |= why
+        step(f"batch {batch}: llama.cpp {'runs here' if llama else 'is skipped'}")
+        by_batch[batch] = []
+        for index in range(settings.rounds):
+            by_batch[batch].append(
+                _round(settings, model, store, batch, near[batch], llama, index, limit_bytes, step)
+            )
+    return summarise(OLMOE_SHAPES[settings.shape], by_batch, settings.prompt_tokens) | {
+        "tokens_equal_fp32": are_equal,
+        "ratio_all_in_slots": ratio,
+        "first_start_seconds": first["load_seconds"],
+        "near_bytes": {str(batch): value for batch, value in near.items()},
+        "limit_bytes": limit,
+        "resident_bytes": resident,
+        "is_limited": is_limited,
+        "skipped_peers": skipped,
+        "definitions": DEFINITIONS,
+    }
+
+
+def _round(
+    settings: Settings,
+    model: Path,
+    store: Path,
+    batch: int,
+    near_bytes: int,
+    llama: list[str] | None,
+    index: int,
+    limit_bytes: int | None,
+    step: Step,
+) -> dict[str, dict[str, Any]]:
+    """Measure each contender once, another one first each time."""
+    disk = sequential_read_gb_per_s(sorted(model.glob("*.safetensors")))
+    step(f"batch {batch}, round {index + 1}: the disk reads {disk:.2f} GB/s")
+    result: dict[str, dict[str, Any]] = {"disk": {"gb_per_s": disk}}
+    experts = {"near_gib": near_bytes / 2**30, "policy": settings.policy, **_stored(store)}
+    commands = {OURS: (_command(settings, model, batch, experts), limit_bytes)}
+    if llama is not None:
+        commands[LLAMA] = (llama, limit_bytes)
+    if settings.in_memory:
+        commands[IN_MEMORY] = (_command(settings, model, batch, None), None)
+    for name, (command, limit) in _rotated(list(commands.items()), index):
+        drop_cached([store.parent])
+        result[name] = memory_capped.measure(name, command, limit, settings.threads)
+        step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
+    if llama is None:
+        step(f"{LLAMA}: skipped")
+    return result
+
+
+def _command(
+    settings: Settings, model: Path, batch: int, experts: Mapping[str, Any] | None
+) -> list[str]:
+    load = settings.load(batch)
+    kv_bytes = load.kv_bytes(OLMOE_SHAPES[settings.shape])
+    tiered = None if experts is None else {"experts": dict(experts)}
+    return memory_capped.decode_command(load, model, kv_bytes, tiered, "--random-tokens")
+
+
+def _stored(store: Path) -> dict[str, Any]:
+    return {"storage_path": str(store), "far_gib": 0}
+
+
+def _fill(settings: Settings, model: Path, store: Path, weights: int) -> dict[str, Any]:
+    """Let a first start fill the file of experts, without a limit."""
+    store.mkdir(parents=True, exist_ok=True)
+    experts = {"near_gib": weights / 4 / 2**30, **_stored(store)}
+    short = dataclasses.replace(settings, new_tokens=4)
+    command = _command(short, model, 1, experts)
+    drop_cached([store.parent])
+    return memory_capped.measure(OURS, command, None, settings.threads)
+
+
+def _near_bytes(settings: Settings, model: Path, store: Path, limit: int, batch: int) -> int:
+    """Return the near memory that the limit leaves to slots, from a start with few of them."""
+    shape = OLMOE_SHAPES[settings.shape]
+    few = (shape.top_k + 0.1) * shape.num_layers * shape.expert_bytes
+    short = dataclasses.replace(settings, new_tokens=4)
+    command = _command(short, model, batch, {"near_gib": few / 2**30, **_stored(store)})
+    measured = memory_capped.measure(OURS, command, None, settings.threads)
+    others = measured["resident_bytes"] - measured["manifest"]["experts"]["near_bytes"]
+    return int(limit - others - memory_capped.MARGIN_BYTES)
+
+
+def _llama_command(
+    settings: Settings,
+    model: Path,
+    folder: Path,
+    batch: int,
+    limit_bytes: int | None,
+    skipped: Mapping[str, str],
+) -> tuple[list[str] | None, dict[str, str]]:
+    """Return llama.cpp's command with the threads that suit it best, or why there is none."""
+    if skipped:
+        return None, {}
+    best: tuple[float, list[str]] | None = None
+    failed = ""
+    for threads in _LLAMA_THREADS:
+        runs = PeerRuns(
+            python=settings.peers_python or sys.executable,
+            model=model,
+            folder=folder / "peers" / settings.shape,
+            load=dataclasses.replace(settings.load(batch), threads=threads),
+        )
+        try:
+            runs.prepare(LLAMA)
+            drop_cached([folder])
+            short = [*runs.command(LLAMA, 0.0, new_tokens=6), "--random-tokens"]
+            measured = memory_capped.measure(LLAMA, short, limit_bytes, settings.threads)
+        except MeasurementError as error:
+            failed = str(error)
+            continue
+        rate = memory_capped.tokens_per_s(measured)
+        if best is None or rate > best[0]:
+            best = rate, [*runs.command(LLAMA, 0.0), "--random-tokens"]
+    return (None, {LLAMA: failed}) if best is None else (best[1], {})
+
+
+def _tokens_are_equal(folder: Path, settings: Settings) -> bool:
+    """Return whether a small model's float32 tokens with few, stored slots are vLLM's."""
+    load = memory_capped.Load(
+        prompt_tokens=12, new_tokens=24, batch=4, prompt_step=7, threads=settings.threads
+    )
+    model = random_model_dir("olmoe")
+    expert_bytes = 3 * 256 * 128 * 4
+    store = folder / "experts-float32"
+    store.mkdir(exist_ok=True)
+    experts = {"near_gib": 12.5 * 4 * expert_bytes / 2**30, **_stored(store)}
+    tokens = []
+    for tiered in ({"experts": experts}, None):
+        command = memory_capped.decode_command(load, model, 1 << 26, tiered, "--dtype", "float32")
+        tokens.append(memory_capped.measure(OURS, command, None, settings.threads)["tokens"])
+    return bool(tokens[0] == tokens[1])
+
+
+def _ratio_all_in_slots(settings: Settings, folder: Path) -> float:
+    """Return the rate of a model with a slot for each expert over vLLM's alone, interleaved."""
+    model = model_dir("olmoe-0.9b", folder)
+    shape = OLMOE_SHAPES["olmoe-0.9b"]
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=40, threads=settings.threads)
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(settings.control_rounds):
+        for is_ours in (True, False) if number % 2 else (False, True):
+            tiered = {"experts": {"near_gib": shape.num_bytes / 2**30}} if is_ours else None
+            command = memory_capped.decode_command(load, model, load.kv_bytes(shape), tiered)
+            measured = memory_capped.measure(OURS, command, None, settings.threads)
+            rates[is_ours].append(memory_capped.tokens_per_s(measured))
+    return statistics.median(a / b for a, b in zip(rates[True], rates[False], strict=True))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _rotated(items: list[Any], by: int) -> Iterator[Any]:
+    """Yield the items rotated, so that each round begins with another contender."""
+    yield from items[by % len(items) :]
+    yield from items[: by % len(items)]
