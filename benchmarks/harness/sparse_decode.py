@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.peers import PREFIX
 from benchmarks.peers.contender import prompt_ids
+from benchmarks.suites.experts.replay import Recorder
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=json.loads, help="token ids, of one request")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--trace", type=Path, help="file for the experts of each step")
     parser.add_argument("--random-tokens", action="store_true", help="take tokens at random")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -47,6 +49,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm_tiered.adapter import worker_hooks
     from vllm_tiered.adapter.telemetry import manifest
 
+    recorder = Recorder() if args.trace else None
     longest = args.prompt_tokens + (args.batch - 1) * args.prompt_step
     llm = LLM(
         model=str(args.model),
@@ -79,6 +82,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         before = {name: len(ids) for name, ids in tokens.items()}
+        if recorder and len(before) == args.batch and not seconds:
+            recorder.begin()
         step_begin = time.perf_counter()
         outputs = engine.step()
         step_end = time.perf_counter()
@@ -91,6 +96,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             if len(outputs) == args.batch:
                 seconds.append(step_end - step_begin)
                 use.update(used)
+    if recorder:
+        recorder.write(args.trace)
     return {
         "load_seconds": started,
         "prefill_seconds": prefill_seconds,

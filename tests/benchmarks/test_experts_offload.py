@@ -10,8 +10,9 @@ from benchmarks import peers
 from benchmarks.harness import memory_capped
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.shapes import random_model_dir
 from benchmarks.peers.model import OLMOE_SHAPES
-from benchmarks.suites.experts import offload
+from benchmarks.suites.experts import offload, replay
 from benchmarks.suites.experts.offload import Settings
 from benchmarks.suites.experts.offload_summary import IN_MEMORY, LLAMA, OURS, bound
 
@@ -41,6 +42,8 @@ class Runs:
 
     def __call__(self, name, command, limit_bytes, threads):
         self.seen.append((name, limit_bytes, list(command), threads))
+        if name == LLAMA:
+            threads = int(command[command.index("--threads") + 1])
         seconds = {OURS: 0.5, LLAMA: 1.0 + abs(threads - 4) / 10, IN_MEMORY: 0.1}.get(name, 1.0)
         batch = int(command[command.index("--batch") + 1]) if "--batch" in command else 1
         return {
@@ -68,6 +71,7 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(offload, "can_limit", lambda: True)
     monkeypatch.setattr(offload, "sequential_read_gb_per_s", lambda paths: 2.0)
+    monkeypatch.setattr(offload.replay, "read", lambda path: ({"0": [[1, 2]] * 4}, 0))
     return Runs(monkeypatch)
 
 
@@ -90,6 +94,7 @@ def test_figures_follow_from_the_runs(runs, tmp_path):
     assert result["fraction_of_bound"] == min(one["fraction_of_bound"], eight["fraction_of_bound"])
     layers = 48 * 8 * SHAPE.expert_bytes
     assert one["speedup_vs_layer_streaming"] == pytest.approx(2.0 * layers / 2e9)
+    assert one["replayed_hit_ratio"]["lru"]["16"] == 0.75  # the first of four steps misses
     assert one["hit_ratio"] == 0.75 and one["expected_hit_ratio"] == 0.25
     assert result["tokens_equal_fp32"] is True and result["ratio_all_in_slots"] == 1.0
     json.dumps(result)
@@ -140,3 +145,18 @@ def test_a_peer_that_fails_is_skipped_and_said(runs, tmp_path, monkeypatch):
     assert result["speedup_vs_llama_cpp"] is None
     assert len(steps) == offload.num_steps(settings)
     offload.table(result)
+
+
+def test_a_replay_has_the_engines_hits(tmp_path):
+    """A real engine's steps, replayed with its slots and its policy."""
+    model, path = random_model_dir("olmoe"), tmp_path / "trace.json"
+    load = memory_capped.Load(prompt_tokens=12, new_tokens=12, batch=3, prompt_step=5)
+    experts = {"near_gib": 24.5 * 4 * 3 * 256 * 128 * 4 / 2**30, "policy": "lfu"}
+    command = memory_capped.decode_command(
+        load, model, 1 << 26, {"experts": experts}, "--dtype", "float32", "--trace", str(path)
+    )
+    use = memory_capped.measure(OURS, command, None, 2)["use"]
+    trace, first = replay.read(path)
+    found = replay.hit_ratio(trace, first, 64, 24, "lfu")
+    assert found == use["experts_hits"] / (use["experts_hits"] + use["experts_misses"])
+    assert found != replay.hit_ratio(trace, first, 64, 32, "lfu")

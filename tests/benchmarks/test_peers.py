@@ -133,7 +133,7 @@ def test_numbers_out_of_range_are_refused(option, tmp_path, capsys):
 def test_a_printed_run_is_read_back():
     text = f"warning: slow\n{RUN.line()}\nPEERS are not it\n"
     assert peers.parse_output(text) == RUN
-    assert RUN.tokens_per_s == 1.0
+    assert RUN.tokens_per_s == 2.0
 
 
 def changed(**values):

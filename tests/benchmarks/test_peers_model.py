@@ -79,7 +79,7 @@ def test_matrices_are_random_and_differ_norms_are_one_biases_zero(folder):
 def test_numbers_are_rounded_as_torch_rounds():
     import torch
 
-    block = model._random_block(np.random.default_rng(7))
+    block = model._random_block(np.random.default_rng(7), 0.02)
     drawn = np.random.default_rng(7).standard_normal(block.size, dtype=np.float32)
     expected = torch.from_numpy(drawn * np.float32(0.02)).bfloat16().view(torch.uint16)
     np.testing.assert_array_equal(block, expected.numpy())
@@ -131,7 +131,7 @@ def test_a_folder_is_made_once_with_the_tokenizer(tmp_path, monkeypatch):
     assert json.loads((made / "config.json").read_text())["hidden_size"] == 64
     monkeypatch.setattr(model, "write_model", None)  # a second writing would fail
     assert model_dir("opt-tiny", tmp_path / "models", tokenizer_dir=tokenizer) == made
-    with pytest.raises(KeyError, match=r"opt-1.3b, opt-6.7b, opt-tiny"):
+    with pytest.raises(KeyError, match=r"opt-1.3b, opt-6.7b, olmoe-0.9b, olmoe-7b, opt-tiny"):
         model_dir("opt-66b", tmp_path)
 
 

@@ -35,6 +35,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.shapes import random_model_dir
 from benchmarks.peers.model import OLMOE_SHAPES, model_dir
+from benchmarks.suites.experts import replay
 from benchmarks.suites.experts.offload_summary import (
     DEFINITIONS,
     IN_MEMORY,
@@ -44,6 +45,7 @@ from benchmarks.suites.experts.offload_summary import (
     summarise,
     table,
 )
+from vllm_tiered.experts.policy import POLICIES
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
@@ -95,7 +97,7 @@ PROFILES: Mapping[str, Settings] = {
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
-    return 6 + len(settings.batches) * (1 + settings.rounds * (3 + settings.in_memory))
+    return 5 + len(settings.batches) * (1 + settings.rounds * (3 + settings.in_memory))
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -166,12 +168,23 @@ def _round(
         commands[LLAMA] = (llama, limit_bytes)
     if settings.in_memory:
         commands[IN_MEMORY] = (_command(settings, model, batch, None), None)
+    trace = store.parent / "experts-trace.json"
     for name, (command, limit) in _rotated(list(commands.items()), index):
         drop_cached([store.parent])
-        result[name] = memory_capped.measure(name, command, limit, settings.threads)
+        recorded = [*command, "--trace", str(trace)] if name == OURS else command
+        result[name] = memory_capped.measure(name, recorded, limit, settings.threads)
         step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
     if llama is None:
         step(f"{LLAMA}: skipped")
+    num_experts = OLMOE_SHAPES[settings.shape].num_experts
+    slots = result[OURS]["manifest"]["experts"]["slots"]
+    result["replayed"] = {
+        policy: {
+            str(count): replay.hit_ratio(*replay.read(trace), num_experts, count, policy)
+            for count in sorted({slots, *range(8, num_experts, 8)})
+        }
+        for policy in POLICIES
+    }
     return result
 
 

@@ -39,6 +39,7 @@ DEFINITIONS = {
     " over the bytes that uniform routing misses with these slots; the batch where it is smallest",
     "disk_share": "bytes of missing experts over the steps' time, as a share of that bandwidth",
     "hit_ratio": "experts found in a slot over experts needed; expected: slots over experts",
+    "replayed_hit_ratio": "by policy and slots: the last round's steps through the same slot table",
     "ratio_all_in_slots": "rate with a slot for each expert over vLLM's, median of ratios",
 }
 
@@ -72,7 +73,7 @@ def bound(shape: OlmoeShape, slots: int, batch: int, gb_per_s: float) -> float:
 def _of_batch(
     shape: OlmoeShape, batch: int, rounds: Sequence[Mapping[str, Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    names = [name for name in rounds[0] if name != "disk"]
+    names = [name for name in rounds[0] if name not in ("disk", "replayed")]
     rates = {name: [tokens_per_s(r[name]) for r in rounds] for name in names}
     ours = [r[OURS] for r in rounds]
     disks = [r["disk"]["gb_per_s"] for r in rounds]
@@ -100,6 +101,7 @@ def _of_batch(
             use["experts_hits"] / (use["experts_hits"] + use["experts_misses"]) for use in uses
         ),
         "expected_hit_ratio": slots / shape.num_experts,
+        "replayed_hit_ratio": rounds[-1]["replayed"],
         "wait_share": statistics.median(
             use["experts_wait_seconds"] / sum(run["seconds_per_token"])
             for use, run in zip(uses, ours, strict=True)

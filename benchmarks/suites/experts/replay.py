@@ -52,12 +52,12 @@ def read(path: Path) -> tuple[Trace, int]:
     return written["layers"], int(written["first"])
 
 
-def hit_ratio(trace: Trace, num_experts: int, slots: int, policy: str, first: int = 0) -> float:
+def hit_ratio(trace: Trace, first: int, num_experts: int, slots: int, policy: str) -> float:
     """Return the share of the wanted experts that a cache of `slots` a layer holds.
 
     Args:
-        policy: a name of `vllm_tiered.experts.policy.POLICIES`.
         first: the step from which hits count.
+        policy: a name of `vllm_tiered.experts.policy.POLICIES`.
     """
     hits = needed = 0
     for steps in trace.values():
