@@ -57,7 +57,7 @@ def quantise(weight_NK: torch.Tensor, group: int, *, symmetric: bool) -> Codes:
     """Round each weight to the nearest of 16 values of its group."""
     import torch
 
-    groups = weight_NK.float().unflatten(1, (-1, group))
+    groups = weight_NK.float().view(len(weight_NK), -1, group)
     if symmetric:
         scales = (groups.abs().amax(2) / 7.5).to(torch.bfloat16)
         zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
@@ -71,7 +71,7 @@ def quantise(weight_NK: torch.Tensor, group: int, *, symmetric: bool) -> Codes:
 
 def dequantise(of: Codes) -> torch.Tensor:
     """Return the weights, float32 [N, K]."""
-    codes = of.codes.float().unflatten(1, (of.scales.shape[1], -1))
+    codes = of.codes.float().view(*of.scales.shape, -1)
     return ((codes - of.zeros[..., None]) * of.scales.float()[..., None]).flatten(1)
 
 
@@ -107,7 +107,7 @@ def _words(codes: torch.Tensor, columns: tuple[int, ...] = tuple(range(8))) -> t
     """Pack 8 codes of the last dimension into an int32."""
     import torch
 
-    by_word = codes.to(torch.int64).unflatten(-1, (-1, 8))
+    by_word = codes.to(torch.int64).reshape(*codes.shape[:-1], -1, 8)
     words = sum(by_word[..., column] << 4 * nibble for nibble, column in enumerate(columns))
     assert isinstance(words, torch.Tensor)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
@@ -130,7 +130,7 @@ def settings(form: Format, group: int) -> dict[str, Any]:
         }
     common = {"quant_method": form.partition("_")[0], "bits": 4, "group_size": group}
     if form == "gptq":
-        others = {"-:.*self_attn.*": {}, "-:.*gate$": {}}
+        others: dict[str, Any] = {"-:.*self_attn.*": {}, "-:.*gate$": {}}
         return {**common, "desc_act": False, "sym": True, "lm_head": False, "dynamic": others}
     return {
         **common,

@@ -45,9 +45,6 @@ _RECIPE = 1  # increases when the written bytes change
 class Shape(Protocol):
     """The sizes of a model."""
 
-    num_layers: int
-    vocab_size: int
-
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]: ...
 
     def config(self) -> dict[str, Any]: ...

@@ -71,7 +71,7 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.setattr(PeerRuns, "prepare", lambda self, name: None)
     monkeypatch.setattr(offload, "can_limit", lambda: True)
     monkeypatch.setattr(offload, "sequential_read_gb_per_s", lambda paths: 2.0)
-    monkeypatch.setattr(offload.replay, "read", lambda path: ({"0": [[1, 2]] * 4}, 0))
+    monkeypatch.setattr(replay, "read", lambda path: ({"0": [[1, 2]] * 4}, 0))
     return Runs(monkeypatch)
 
 

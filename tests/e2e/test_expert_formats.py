@@ -99,12 +99,10 @@ def load(form, monkeypatch):
         raise LoadedError
 
     def load(experts: dict[str, Any]) -> tuple[ExpertsEngine, dict[str, dict[str, torch.Tensor]]]:
-        options = {"dtype": "bfloat16", "load_format": "dummy", "experts": experts}
+        options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "experts": experts}
         with pytest.raises(LoadedError), engine(form, {"enabled": False}, **options):
             pass
         return engines[0], tensors
-
-    load.form = form
 
     monkeypatch.setattr(experts_engine, "processed_tensors", processed)
     monkeypatch.setattr(ExpertsEngine, "finish", finish_and_stop)
@@ -115,9 +113,9 @@ def load(form, monkeypatch):
 
 
 @pytest.mark.parametrize("tier", ["far", "stored"])
-def test_what_the_kernel_reads_is_in_the_slots(load, tmp_path: Path, tier: str) -> None:
+def test_what_the_kernel_reads_is_in_the_slots(load, form, tmp_path: Path, tier: str) -> None:
     where = {"storage_path": str(tmp_path), "far_gib": 0} if tier == "stored" else {}
-    if (load.form, tier) == ("compressed_int8", "stored"):
+    if (form, tier) == ("compressed_int8", "stored"):
         with pytest.raises(UnsupportedError, match="rows that are not whole blocks"):
             load({"near_gib": 0.0015, **where})
         return

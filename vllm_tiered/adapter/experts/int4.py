@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from compressed_tensors.quantization import QuantizationArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16
@@ -48,7 +47,7 @@ def install() -> bool:
         return False
     _register_op()
     # The oracle finds both by name, each time.
-    cpu_moe.CPUExpertsInt4 = TieredInt4Experts  # type: ignore[misc, assignment]
+    cpu_moe.CPUExpertsInt4 = TieredInt4Experts
     int_wna16._process_weights_cpu = process_weights
     return True
 
@@ -130,12 +129,12 @@ class TieredInt4Experts(mk.FusedMoEExpertsModular):
         """Write the weighted sum of each token's experts to ``output``, [M, H]."""
         if apply_router_weight_on_input:  # vLLM has multiplied the hidden states
             topk_weights = torch.ones_like(topk_weights)
-        parts = (w1, self.w1_scale, self.w1_zp, self.w1_bias)
-        parts += (w2, self.w2_scale, self.w2_zp, self.w2_bias)
+        up = (w1, self.w1_scale, self.w1_zp, self.w1_bias)
+        down = (w2, self.w2_scale, self.w2_zp, self.w2_bias)
         limit = self.activation_config.clamp_limit
         output.copy_(
             torch.ops.tiered.int4_experts(
-                hidden_states, topk_weights, topk_ids, parts, activation.value, limit
+                hidden_states, topk_weights, topk_ids, (*up, *down), activation.value, limit
             )
         )
 
@@ -207,7 +206,7 @@ def process_weights(
             "experts quantized in order of activation (GPTQ's desc_act, actorder: group) cannot be "
             "computed on this processor: take a checkpoint without it"
         )
-    if not isinstance(quant_config, AutoAWQConfig | AutoGPTQConfig | QuantizationArgs):
+    if not isinstance(quant_config, AutoAWQConfig | AutoGPTQConfig | int_wna16.QuantizationArgs):
         raise UnsupportedError(
             f"experts quantized as {type(quant_config).__name__} says cannot be computed on this "
             "processor: take a checkpoint of GPTQ, AWQ or compressed-tensors"

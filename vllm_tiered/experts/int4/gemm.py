@@ -34,7 +34,7 @@ def pairs_of(ids_MK: torch.Tensor) -> tuple[Pairs, torch.Tensor]:
     """Return the pairs of a step, and the position of each in ``ids_MK`` (int64 [P], flat)."""
     flat = ids_MK.reshape(-1).long()
     order = flat.argsort(stable=True)
-    experts, counts = flat[order].unique_consecutive(return_counts=True)
+    experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
     return Pairs(order // ids_MK.shape[1], experts, counts.cumsum(0)), order
 
 

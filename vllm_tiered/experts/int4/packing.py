@@ -93,7 +93,7 @@ def expand(matrix: Int4Matrix) -> torch.Tensor:
     codes_ENK = torch.cat([codes & 15, codes >> 4], dim=2).float()
     groups = scales.shape[2]
     zeros_ENG = zeros.float() if zeros.shape[2] else torch.full(scales.shape, float(MIDDLE))
-    codes_ENGg = codes_ENK.unflatten(2, (groups, -1)) - zeros_ENG[..., None]
+    codes_ENGg = codes_ENK.view(*codes_ENK.shape[:2], groups, -1) - zeros_ENG[..., None]
     return (codes_ENGg * scales.float()[..., None]).flatten(2)
 
 

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.inputs.int4_checkpoint import FORMATS, Format, dequantise, pack, quantise
 from vllm_tiered import native
-from vllm_tiered.experts.int4 import gemm
 from vllm_tiered.experts.int4.gemm import Pairs, grouped_gemm, pairs_of
 from vllm_tiered.experts.int4.packing import Int4Matrix, expand, from_awq, from_rows
 
@@ -23,7 +22,7 @@ def kernel(request, monkeypatch):
         pytest.skip("the library was not built")
     if request.param == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("not on this processor")
-    monkeypatch.setattr(gemm.native, "best", lambda: functions)
+    monkeypatch.setattr(native, "best", lambda: functions)
     return request.param
 
 
