@@ -40,6 +40,8 @@ _library: torch.library.Library | None = None
 def install() -> bool:
     """Let vLLM choose our experts where its own 4-bit ones do not run. Idempotent.
 
+    Later engines of the process have them, too: without the plugin, vLLM would refuse their models.
+
     Returns:
         Whether they are installed: not on a processor with AMX.
     """
