@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,3 +119,14 @@ def tokens_per_s(measured: Mapping[str, Any]) -> float:
     """Return the rate of all requests together, by the median step to exclude disturbances."""
     median = float(statistics.median(measured["seconds_per_token"]))
     return int(measured.get("batch", 1)) / median
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return all files below a folder, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def rotated(items: list[Any], by: int) -> Iterator[Any]:
+    """Yield the items rotated, so that each round begins with another contender."""
+    yield from items[by % len(items) :]
+    yield from items[: by % len(items)]

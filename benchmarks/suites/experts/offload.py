@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     is_limited = can_limit()
     limit_bytes = limit if is_limited else None
     store = folder / f"experts-{settings.shape}"
-    for file in _files(store):
+    for file in memory_capped.files_in(store):
         file.unlink()
     first = _fill(settings, model, store, weights)
     step(f"first start: {first['load_seconds']:.1f} s, which fills the file of experts")
@@ -169,7 +169,7 @@ def _round(
     if settings.in_memory:
         commands[IN_MEMORY] = (_command(settings, model, batch, None), None)
     trace = store.parent / "experts-trace.json"
-    for name, (command, limit) in _rotated(list(commands.items()), index):
+    for name, (command, limit) in memory_capped.rotated(list(commands.items()), index):
         drop_cached([store.parent])
         recorded = [*command, "--trace", str(trace)] if name == OURS else command
         result[name] = memory_capped.measure(name, recorded, limit, settings.threads)
@@ -286,13 +286,3 @@ def _ratio_all_in_slots(settings: Settings, folder: Path) -> float:
             measured = memory_capped.measure(OURS, command, None, settings.threads)
             rates[is_ours].append(memory_capped.tokens_per_s(measured))
     return statistics.median(a / b for a, b in zip(rates[True], rates[False], strict=True))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _rotated(items: list[Any], by: int) -> Iterator[Any]:
-    """Yield the items rotated, so that each round begins with another contender."""
-    yield from items[by % len(items) :]
-    yield from items[: by % len(items)]

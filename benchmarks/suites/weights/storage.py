@@ -11,7 +11,7 @@ measuring the disk's own sequential bandwidth, and with none of the files in the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,10 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     step(f"first start: weights in {first['weights_load_seconds']:.1f} s")
     rounds: list[dict[str, dict[str, Any]]] = []
     for index in range(settings.rounds):
-        disk = sequential_read_gb_per_s(_files(store))
+        disk = sequential_read_gb_per_s(memory_capped.files_in(store))
         step(f"round {index + 1}: the disk reads {disk:.2f} GB/s")
         result: dict[str, dict[str, Any]] = {"disk": {"gb_per_s": disk}}
-        for name, command in _rotated(list(commands.items()), index):
+        for name, command in memory_capped.rotated(list(commands.items()), index):
             drop_cached([folder])
             result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
             step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
@@ -181,16 +181,6 @@ def _base_command(settings: Settings, model: Path, *, new_tokens: int) -> list[s
     ]
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _empty(folder: Path) -> None:
-    for file in _files(folder) if folder.is_dir() else ():
+    for file in memory_capped.files_in(folder) if folder.is_dir() else ():
         file.unlink()
-
-
-def _rotated(items: list[Any], by: int) -> Iterator[Any]:
-    """Yield the items rotated, so that each round begins with another contender."""
-    yield from items[by % len(items) :]
-    yield from items[: by % len(items)]
