@@ -23,8 +23,8 @@ from vllm_tiered.errors import BudgetError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.policy import interleave
-from vllm_tiered.l2.trial import Measured
 from vllm_tiered.planner.pipeline_time import ExpectedStep
+from vllm_tiered.trial import Measured
 from vllm_tiered.units import MIB
 
 NUM_LAYERS = 12

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.compilation.passes.inductor_pass import InductorPass
 
+from vllm_tiered import trial
 from vllm_tiered.adapter.compat import device_type
 from vllm_tiered.adapter.l2.device import open_device
 from vllm_tiered.adapter.l2.kv import StepKv
@@ -21,9 +22,9 @@ from vllm_tiered.adapter.l2.names import VLLM_OPS
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import L2Config
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.l2 import ops, trial
+from vllm_tiered.l2 import ops
 from vllm_tiered.l2.graph_pass import PrefetchPass
-from vllm_tiered.l2.trial import Measured, Trial
+from vllm_tiered.trial import Measured, Trial
 from vllm_tiered.units import format_bytes
 
 logger = logging.getLogger("vllm.tiered")

@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_tiered.l2 import trial
-from vllm_tiered.l2.trial import PHASE_STEPS, WARM_STEPS, Measured, Trial
+from vllm_tiered import trial
+from vllm_tiered.trial import PHASE_STEPS, WARM_STEPS, Measured, Trial
 
 LENGTH = WARM_STEPS + 3 * PHASE_STEPS
 

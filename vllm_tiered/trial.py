@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trial that measures in decode steps whether prefetching is faster: off, on, off (A/B/A).
+"""Trial that measures in decode steps whether reading ahead is faster: off, on, off (A/B/A).
 
 The functions are pure. All ranks count the same steps, so they are in the same phase. Only the
 verdict needs the other ranks' times.
@@ -29,7 +29,7 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """Time with prefetching divided by time without."""
+        """Time of "on" divided by time of "off"."""
         return 2 * self.on / (self.off_before + self.off_after)
 
     @property
@@ -46,17 +46,19 @@ class Trial:
         batch_size: batch size of the current trial; None without one.
         seconds: times of its decode steps, warm-up included.
         verdicts: results of finished trials, oldest first.
+        phase_steps: steps of each of the three phases.
     """
 
     batch_size: int | None = None
     seconds: tuple[float, ...] = ()
     verdicts: tuple[Measured, ...] = field(default=())
+    phase_steps: int = PHASE_STEPS
 
 
 def is_on(trial: Trial, batch_size: int) -> bool:
-    """Return whether the next decode step of that batch size prefetches."""
+    """Return whether the next decode step of that batch size reads ahead."""
     if trial.batch_size is not None and _is_near(trial.batch_size, batch_size):
-        return (len(trial.seconds) - WARM_STEPS) // PHASE_STEPS == 1
+        return (len(trial.seconds) - WARM_STEPS) // trial.phase_steps == 1
     verdict = verdict_for(trial, batch_size)
     return verdict is not None and verdict.is_kept
 
@@ -79,12 +81,12 @@ def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured
             return replace(trial, batch_size=None, seconds=()), None
         trial = replace(trial, batch_size=batch_size, seconds=())
     trial = replace(trial, seconds=(*trial.seconds, seconds))
-    if len(trial.seconds) < WARM_STEPS + 3 * PHASE_STEPS:
+    if len(trial.seconds) < WARM_STEPS + 3 * trial.phase_steps:
         return trial, None
     assert trial.batch_size is not None
     phases = [
-        median(trial.seconds[start : start + PHASE_STEPS])
-        for start in range(WARM_STEPS, len(trial.seconds), PHASE_STEPS)
+        median(trial.seconds[start : start + trial.phase_steps])
+        for start in range(WARM_STEPS, len(trial.seconds), trial.phase_steps)
     ]
     off_before, on, off_after = phases
     return trial, Measured(
@@ -94,7 +96,7 @@ def step(trial: Trial, batch_size: int, seconds: float) -> tuple[Trial, Measured
 
 def conclude(trial: Trial, measured: Measured) -> Trial:
     """End the trial; ``measured`` has the slowest rank's time in each phase."""
-    return Trial(verdicts=(*trial.verdicts, measured))
+    return Trial(verdicts=(*trial.verdicts, measured), phase_steps=trial.phase_steps)
 
 
 def _is_near(size: int, other: int) -> bool:
