@@ -233,6 +233,26 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 f"({_rate('experts_layer_steps_total')} > 0)"
             },
         ),
+        Panel(
+            title="Experts read ahead",
+            help="Share of the experts read ahead that the router then named. Nothing is shown "
+            "where reading ahead is off, as where its trial found it slower.",
+            unit="percentunit",
+            queries={
+                "used": f"{_rate('experts_ahead_used_total')} / "
+                f"({_rate('experts_ahead_total')} > 0)"
+            },
+        ),
+        Panel(
+            title="Experts in 4 bit",
+            help="Share of the pairs of a token and an expert that experts.fallback computed in 4 "
+            "bit. More: fewer loads, and less exact.",
+            unit="percentunit",
+            queries={
+                "in 4 bit": f"{_rate('experts_fallback_pairs_total')} / "
+                f"({_rate('experts_pairs_total')} > 0)"
+            },
+        ),
     ),
     "Sparse FFN": (
         Panel(

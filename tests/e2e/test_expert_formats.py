@@ -93,8 +93,8 @@ def load(form, monkeypatch):
         tensors.setdefault(layer.layer_name, {name: t.clone() for name, t in found.items()})
         return found
 
-    def finish_and_stop(experts: ExpertsEngine) -> None:
-        finish(experts)
+    def finish_and_stop(experts: ExpertsEngine, model: torch.nn.Module) -> None:
+        finish(experts, model)
         engines.append(experts)
         raise LoadedError
 

@@ -235,3 +235,81 @@ def test_the_checkpoints_experts_are_not_read_again(monkeypatch, tmp_path: Path)
     loaded.clear()
     result = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts)
     assert not loaded and result.tokens == vllm_tokens("qwen3_moe", PROMPTS)
+
+
+def test_hits_of_each_layer_are_shown() -> None:
+    with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 10)) as llm:
+        generate(llm, PROMPTS)
+        (state,) = llm.collective_rpc("tiered_state")
+    counted = state["experts"]["counters"]
+    names = state["experts"]["hit_ratio_by_layer"]
+    assert [int(name.split(".")[2]) for name in names] == [0, 1, 2]
+    by_layer = list(names.values())
+    assert all(0 < hits < 1 for hits in by_layer)
+    wanted = counted["experts_hits"] + counted["experts_misses"]
+    assert min(by_layer) <= counted["experts_hits"] / wanted <= max(by_layer)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "tier"),
+    [
+        ("qwen3_moe", 6, "stored"),
+        ("qwen3_moe", 6, "far"),
+        ("olmoe", 12, "far"),
+        ("mixtral", 4, "far"),
+        ("gpt_oss", 5, "far"),
+        ("glm4_moe", 8, "far"),
+    ],
+)
+def test_tokens_with_experts_read_ahead(tmp_path: Path, model: str, count: int, tier: str) -> None:
+    more = stored(tmp_path) if tier == "stored" else {}
+    experts = slots(model, count, prefetch="on", **more)
+    # One at a time, as steps of many tokens want all the slots.
+    with engine(model, KV_OFF, experts=experts, max_num_seqs=1) as llm:
+        tokens, used = generate(llm, PROMPTS[:2]), counters(llm)
+    assert tokens == vllm_tokens(model, PROMPTS[:2])
+    assert 0 < used["experts_ahead_used"] < used["experts_ahead"]
+
+
+def test_reading_ahead_is_tried(caplog_vllm) -> None:
+    prompts = random_prompts(1, longest=20)
+    with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 6)) as llm:
+        tokens = generate(llm, prompts, max_tokens=180)
+        used = counters(llm)
+    assert tokens == vllm_tokens("qwen3_moe", prompts, max_tokens=180)
+    assert used["experts_ahead"] > 0
+    assert "reading ahead takes" in caplog_vllm.text
+
+
+@pytest.mark.parametrize("tier", ["far", "stored"])
+@pytest.mark.parametrize(("model", "count"), [("qwen3_moe", 12), ("olmoe", 20)])
+def test_a_fallback_that_loads_nothing_computes_in_4_bit(
+    tmp_path: Path, model: str, count: int, tier: str
+) -> None:
+    """With a share of 1 each missing expert is computed in 4 bit, and no slot is ever filled."""
+    more = stored(tmp_path) if tier == "stored" else {}
+    experts = slots(model, count, fallback="int4", fallback_share=1.0, **more)
+    found = []
+    for _ in range(2):
+        with engine(model, KV_OFF, experts=experts) as llm:
+            found.append(generate(llm, PROMPTS))
+            used = counters(llm)
+        assert used["experts_hits"] == used["experts_misses"] == 0
+        assert used["experts_fallback_pairs"] == used["experts_pairs"] > 0
+    assert found[0] == found[1] != vllm_tokens(model, PROMPTS)
+
+
+def test_a_fallback_of_some_weight_loads_the_rest() -> None:
+    experts = slots("qwen3_moe", 10, fallback="int4", fallback_share=0.3)
+    with engine("qwen3_moe", KV_OFF, experts=experts) as llm:
+        generate(llm, PROMPTS)
+        used = counters(llm)
+    assert 0 < used["experts_fallback_pairs"] < 0.5 * used["experts_pairs"]
+    assert used["experts_misses"] > 0
+
+
+def test_a_fallback_that_cannot_be() -> None:
+    with pytest.raises(UnsupportedError, match="activation is swigluoai: leave"):
+        run("gpt_oss", PROMPTS, KV_OFF, experts=slots("gpt_oss", 6, fallback="int4"))
+    with pytest.raises(BudgetError, match="to copies in 4 bit: 0 of 16 experts"):
+        run("qwen3_moe", PROMPTS, KV_OFF, experts=slots("qwen3_moe", 2, fallback="int4"))

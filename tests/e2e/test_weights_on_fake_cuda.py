@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.offloader import get_offloader
 
 from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
-from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.cuda import HeldCompute, SimulatedCudaDevice
 from vllm_tiered.adapter import engine_config
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import int4_layers, measurements, offloader
@@ -33,21 +33,6 @@ from vllm_tiered.weights.int4 import packing
 PROMPTS = random_prompts(4, seed=6, longest=40)
 MAX_TOKENS = 12
 KV_OFF = {"enabled": False}
-
-
-class HeldCompute(SimulatedCudaDevice):
-    """Fake device whose caller waits for the compute stream, as the caller computes itself."""
-
-    def wait(self, event: Any) -> float:
-        stood_still = super().wait(event)
-        with self._changed:
-            self.cuda.synchronize(self._mark())
-        return stood_still
-
-    def _mark(self) -> Any:
-        mark = self.cuda.new_event()
-        self.cuda.record(mark, self.cuda.compute_stream())
-        return mark
 
 
 @pytest.fixture(params=[0.0, 0.5], ids=["delayed", "eager"])

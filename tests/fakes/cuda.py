@@ -298,6 +298,24 @@ class SimulatedCudaDevice(CudaDevice):
         self.cuda.compute(kernel)
 
 
+class HeldCompute(SimulatedCudaDevice):
+    """Fake device whose caller waits for the compute stream, as the caller computes itself.
+
+    So compute on the CPU, which runs when it is submitted, runs when it would on a GPU.
+    """
+
+    def wait(self, event: Any) -> float:
+        stood_still = super().wait(event)
+        with self._changed:
+            self.cuda.synchronize(self._mark())
+        return stood_still
+
+    def _mark(self) -> Any:
+        mark = self.cuda.new_event()
+        self.cuda.record(mark, self.cuda.compute_stream())
+        return mark
+
+
 def one_piece(action: Callable[[], None]) -> Iterator[None]:
     action()
     return

@@ -65,6 +65,7 @@ class BusyEngineClient:
         self.far_layers = 12
         self.kv: dict[str, Any] = {"state": "on", "reason": None}
         self.link: dict[str, Any] = {}
+        self.experts: dict[str, Any] = {}
         self.weights: dict[str, Any] = {"state": "off", "reason": 'weights.placement is "off"'}
 
     async def collective_rpc(
@@ -107,6 +108,7 @@ class BusyEngineClient:
             "kv": kv | self.kv,
             "weights": self.weights | {"counters": copied},
             "link": self.link,
+            **({"experts": self.experts} if self.experts else {}),
             "ffn": {"state": "off", "reason": "ffn.store is <not> set", "counters": {}},
             "l2": {"state": "stepped aside", "reason": "one rank", "counters": {}},
             "energy": {"counters": energy},

@@ -279,10 +279,11 @@ def test_models_that_experts_refuse(name):
     assert expected in str(refused.value)
 
 
-def test_experts_run_on_the_cpu_backend_so_far():
-    checks.check_device(Part.EXPERTS, "cpu")
-    with pytest.raises(UnsupportedError, match=r'device is "cuda": leave tiered\.experts'):
-        checks.check_device(Part.EXPERTS, "cuda")
+def test_experts_run_on_cpus_and_nvidias_gpus():
+    for device in ("cpu", "cuda"):
+        checks.check_device(Part.EXPERTS, device)
+    with pytest.raises(UnsupportedError, match=r'device is "xpu": leave tiered\.experts'):
+        checks.check_device(Part.EXPERTS, "xpu")
 
 
 def test_nothing_is_checked_with_kv_switched_off(make_engine_args):

@@ -33,7 +33,10 @@ def test_keys_and_defaults():
             "near_gib": "auto",
             "far_gib": "auto",
             "storage_path": None,
-            "policy": "lru",
+            "policy": "lfu",
+            "prefetch": "auto",
+            "fallback": "none",
+            "fallback_share": 0.25,
         },
         "ffn": {
             "store": None,
@@ -98,8 +101,10 @@ def test_a_mix_is_three_shares():
 
 
 def test_experts_without_slots_or_a_place_are_refused():
-    with pytest.raises(errors.ConfigError, match=r"experts\.policy is 'lfu', but all experts stay"):
-        ExpertsConfig(policy="lfu").check()
+    with pytest.raises(errors.ConfigError, match=r"experts\.policy is 'lru', but all experts stay"):
+        ExpertsConfig(policy="lru").check()
+    with pytest.raises(errors.ConfigError, match=r"fallback_share is 0.1, and .*fallback to"):
+        ExpertsConfig(near_gib=1, fallback_share=0.1).check()
     with pytest.raises(errors.ConfigError, match=r"far_gib is 2, and there is no place .* an SSD"):
         ExpertsConfig(near_gib=1, far_gib=2).check()
     ExpertsConfig(near_gib=1, far_gib=2, storage_path="/ssd").check()

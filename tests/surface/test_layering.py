@@ -7,7 +7,7 @@ L2  report
 L1  kv weights experts ffn l2 planner probe accelerator (each alone, but for the files in
     `SHARED_LAYOUTS`)
 L0  devices energy kernels native, above storage (shares `devices/pages.py`), above
-    config errors untrusted units
+    config errors trial untrusted units
 """
 
 import ast
@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_tiered"
 
-BASE = {"config", "errors", "untrusted", "units"}
+BASE = {"config", "errors", "trial", "untrusted", "units"}
 L0 = BASE | {"devices", "storage", "energy", "kernels", "native"}
 L1 = {"kv", "weights", "experts", "ffn", "l2", "planner", "probe", "accelerator"}
 EVERYTHING = frozenset({"<any>"})
@@ -66,6 +66,8 @@ SHARED_PAGES = {"vllm_tiered.devices.pages"}
 """What storage shares with the devices that are built on it; it imports nothing of theirs."""
 
 SHARED_LAYOUTS = {
+    "vllm_tiered.experts.hit_curve",
+    "vllm_tiered.experts.layout",
     "vllm_tiered.kv.layout",
     "vllm_tiered.weights.layout",
     "vllm_tiered.weights.placement",

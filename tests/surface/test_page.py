@@ -136,6 +136,30 @@ def test_it_says_in_words_what_the_server_does(opened, served, engine):
     assert "This page was opened." in text_of(tab, "#events")
 
 
+def test_hits_of_experts_are_shown_by_layer(opened, served, engine):
+    engine.experts = {
+        "state": "on",
+        "reason": None,
+        "num_layers": 3,
+        "num_experts": 64,
+        "slots": 16,
+        "top_k": 4,
+        "policy": "lfu",
+        "hit_ratio_by_layer": {
+            f"model.layers.{layer}.mlp.experts": hits
+            for layer, hits in ((1, 0.9), (2, 0.25), (3, 0.5))
+        },
+        "counters": {"experts_hits": 5.0, "experts_misses": 5.0},
+    }
+    url, _ = served()
+    tab = opened(url)
+    wait_for_text(tab, "#parts", "at least 25.0 %, in layer 2, at most 90.0 %")
+    heights = tab.evaluate("[...document.querySelectorAll('.bars i')].map(b => b.style.height)")
+    assert heights == ["90%", "25%", "50%"]
+    titles = tab.evaluate("[...document.querySelectorAll('.bars i')].map(b => b.title)")
+    assert titles[1].startswith("layer 2: 25")
+
+
 def test_a_links_rate_is_shown_against_its_measured_peak(opened, served, engine):
     url, _ = served()
     tab = opened(url)

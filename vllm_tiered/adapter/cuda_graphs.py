@@ -5,8 +5,11 @@ A CUDA graph replays GPU work, but no Python. So graphs are split at the ops tha
 vLLM splits them at attention.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
+
+logger = logging.getLogger("vllm.tiered")
 
 
 def find_split_obstacle(compilation: Any) -> str | None:
@@ -37,6 +40,34 @@ def split_graphs_at(ops: Sequence[str], compilation: Any) -> None:
 
     compilation.splitting_ops = list(dict.fromkeys((*compilation.splitting_ops, *ops)))
     compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def run_between_graphs(ops: Sequence[str], compilation: Any, *, part: str, why: str) -> None:
+    """Split CUDA graphs at `ops`, or disable them if the model cannot be split.
+
+    Changes `compilation`, and warns if that changes the CUDA graph mode.
+
+    Args:
+        part: the part that needs it, for the warning.
+        why: what the host does in each step.
+    """
+    mode = compilation.cudagraph_mode
+    if not mode:
+        return
+    reason = find_split_obstacle(compilation)
+    if reason is None:
+        split_graphs_at(ops, compilation)
+    else:
+        disable_cuda_graphs(compilation)
+    if compilation.cudagraph_mode != mode:
+        logger.warning(
+            "tiered %s: CUDA graphs are %s instead of %s: %s, which no graph can repeat%s",
+            part,
+            compilation.cudagraph_mode.name,
+            mode.name,
+            why,
+            "" if reason is None else f" ({reason})",
+        )
 
 
 def disable_cuda_graphs(compilation: Any) -> None:

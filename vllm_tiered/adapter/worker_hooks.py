@@ -320,7 +320,7 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         return
     with immediate_release():
         _load_parts(original, runner, *args, **kwargs)
-        experts.finish()
+        experts.finish(runner.model)
 
 
 def _load_parts(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -35,11 +35,31 @@ class ExpertsConfig(Section):
         "Folder, on an SSD, of the file with the experts that `far_gib` does not hold. The first "
         "start fills the file, later starts read it and leave that part of the checkpoint out.",
     )
-    policy: Literal["lru", "lfu"] = option(
-        "lru",
-        OneOf(words=("lru", "lfu")),
-        'Which expert leaves its slot for another: `"lru"` the one that was not used for longest, '
-        '`"lfu"` the one that was used least often, where old uses count less and less.',
+    policy: Literal["lfu", "lru"] = option(
+        "lfu",
+        OneOf(words=("lfu", "lru")),
+        'Which expert leaves its slot for another: `"lfu"` the one that was used least often, '
+        'where old uses count less and less, `"lru"` the one that was not used for longest.',
+    )
+
+    prefetch: Literal["auto", "on", "off"] = option(
+        "auto",
+        OneOf(words=("auto", "on", "off")),
+        "Load experts that the next layer's router would choose for this layer's hidden states, "
+        'while the link is idle: always (`"on"`), or only if a trial in the first decode steps '
+        'finds that faster (`"auto"`).',
+    )
+
+    fallback: Literal["none", "int4"] = option(
+        "none",
+        OneOf(words=("none", "int4")),
+        '`"int4"` keeps a copy of all experts in 4 bit near, and computes missing experts of '
+        'little routing weight with it instead of loading them. `"none"` computes exactly.',
+    )
+    fallback_share: float = option(
+        0.25,
+        Number(above=0, at_most=1),
+        "The most of a token's routing weight that `fallback` computes in 4 bit.",
     )
 
     @property
@@ -60,6 +80,11 @@ class ExpertsConfig(Section):
             raise ConfigError(
                 f"{where}{given[0]} is {getattr(self, given[0])!r}, but all experts stay near: set "
                 f"{where}near_gib to the near memory that they may take"
+            )
+        if self.fallback == "none" and "fallback_share" in given:
+            raise ConfigError(
+                f"{where}fallback_share is {self.fallback_share:g}, and no expert is computed in 4 "
+                f'bit: set {where}fallback to "int4"'
             )
         if self.far_gib != "auto" and self.storage_path is None:
             raise ConfigError(

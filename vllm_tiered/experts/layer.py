@@ -11,6 +11,8 @@ import torch
 from vllm_tiered.devices.base import Device, Direction, Event
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.experts.fallback import Fallback, Mask, pairs_not_loaded
+from vllm_tiered.experts.lookahead import IdleWindow
 from vllm_tiered.experts.policy import Experts
 from vllm_tiered.experts.slot_table import NONE, SlotTable, Wave
 
@@ -56,10 +58,15 @@ class ExpertStats:
     """Counts of a layer since the start.
 
     Attributes:
-        hits, misses: experts that a step used and found in a slot, or had to load.
+        hits, misses: experts that a step used and found in a slot, or had to load. What is computed
+            in 4 bit is neither.
         loaded_bytes: bytes loaded for misses, without the rows of ``HostRows``.
         wait_seconds: time for which compute waited for them.
         steps, waves: steps, and their waves that had experts.
+        ahead, ahead_used: experts loaded before the layer's router had named any; and those of them
+            that it then named while they still had a slot. Their bytes are ``ahead_bytes``.
+        pairs, fallback_pairs: pairs of a token and an expert; and those of them that were computed
+            in 4 bit.
     """
 
     hits: int = 0
@@ -68,6 +75,11 @@ class ExpertStats:
     wait_seconds: float = 0.0
     steps: int = 0
     waves: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
+    ahead_bytes: int = 0
+    pairs: int = 0
+    fallback_pairs: int = 0
 
 
 class ExpertLayer:
@@ -78,14 +90,16 @@ class ExpertLayer:
         device: the device that copies.
         table: the layer's slots.
         paged, host: the tensors of the bundle.
-        hits_first: compute the hits while the misses arrive. Otherwise a step whose experts fit the
-            slots waits for all of them, and then runs vLLM's kernel once: bit by bit what vLLM
-            computes.
+        is_stored: the experts are read from a file. Then the hits compute while the misses arrive.
+            Otherwise a step whose experts fit the slots waits for all of them, and then runs vLLM's
+            kernel once: bit by bit what vLLM computes.
         in_float32: the kernel takes float32 whatever the model's dtype, and then returns it: waves
             round nothing.
+        fallback: computes missing experts of little weight without loading them; None for none.
 
     Attributes:
         name, table, stats: as above.
+        look_ahead: called with a step's hidden states when all of its experts have arrived.
     """
 
     def __init__(
@@ -96,17 +110,22 @@ class ExpertLayer:
         table: SlotTable,
         paged: Sequence[PagedRows],
         host: Sequence[HostRows],
-        hits_first: bool,
+        is_stored: bool,
         in_float32: bool = False,
+        fallback: Fallback | None = None,
     ) -> None:
         self.name = name
         self.table = table
         self.stats = ExpertStats()
         self._device = device
         self._paged, self._host = paged, host
-        self._hits_first, self._in_float32 = hits_first, in_float32
+        self._is_stored, self._in_float32 = is_stored, in_float32
+        self._fallback = fallback
         self._bundle_bytes = sum(rows.num_pages * rows.slots.page_bytes for rows in paged)
         self._failure: BaseException | None = None
+        self.look_ahead: Callable[[torch.Tensor], None] | None = None
+        self._ahead: dict[int, list[Event]] = {}
+        self._window = IdleWindow()
 
     def compute(
         self, x_MH: torch.Tensor, weights_MK: torch.Tensor, ids_MK: torch.Tensor, run: Run
@@ -138,58 +157,112 @@ class ExpertLayer:
     def _compute(
         self, x_MH: torch.Tensor, weights_MK: torch.Tensor, ids_MK: torch.Tensor, run: Run
     ) -> torch.Tensor:
-        ids = ids_MK.cpu().numpy()
-        wanted: Experts = np.unique(ids).astype(np.int64)
-        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < len(self.table.slot_of):
-            raise IntegrityError(f"{self.name}: the router named expert {wanted[0]}, {wanted[-1]}")
-        waves = self.table.plan(wanted)
-        self._count(waves)
-        arriving = {
+        ids = ids_MK.cpu().numpy().astype(np.int64)
+        named: Experts = np.unique(ids)
+        if len(named) and not 0 <= named[0] <= named[-1] < len(self.table.slot_of):
+            raise IntegrityError(f"{self.name}: the router named expert {named[0]}, {named[-1]}")
+        self._window.end()
+        in_4_bit = self._not_loaded(weights_MK, ids)
+        waves = self.table.plan(np.unique(ids[~in_4_bit]))
+        self._count(waves, in_4_bit)
+        arriving = {0: self._take_ahead(waves[0].experts)} | {
             number: self._load(wave)
             for number, wave in enumerate(waves)
             if number and wave.after is None
         }
-        fits = len(arriving) == len(waves) - 1
-        if fits and not (self._hits_first and arriving and len(waves[0].experts)):
+        fits = len(arriving) == len(waves) and not in_4_bit.any()
+        if fits and not (self._is_stored and len(waves) > 1 and len(waves[0].experts)):
             for events in arriving.values():
                 self._wait(events)
-            slot_of = torch.from_numpy(self.table.slot_of)[ids_MK.long().cpu()]
-            return run(x_MH, weights_MK, slot_of.to(ids_MK))
+            self._all_arrived(x_MH)
+            slots_MK = torch.from_numpy(self.table.slot_of[ids]).to(ids_MK)
+            return run(x_MH, weights_MK, slots_MK)
         # In float64, so that the order of the waves does not matter.
         sum_MH = torch.zeros(x_MH.shape, dtype=torch.float64, device=x_MH.device)
+        if self._fallback is not None and in_4_bit.any():
+            self._add(
+                sum_MH, np.where(in_4_bit, ids, NONE), x_MH, weights_MK, ids_MK, self._fallback.run
+            )
+        slot_of = np.empty(len(self.table.slot_of), dtype=np.int64)
         for number, wave in enumerate(waves):
-            if number:
-                self._wait(arriving.pop(number))
-            self._add_wave(sum_MH, wave, x_MH, weights_MK, ids_MK, run)
+            self._wait(arriving.pop(number))
+            if number == len(waves) - 1:
+                self._all_arrived(x_MH)
+            slot_of.fill(NONE)
+            slot_of[wave.experts] = wave.slots
+            self._add(sum_MH, slot_of[ids], x_MH, weights_MK, ids_MK, run)
             for later, following in enumerate(waves):
                 if later > number and following.after == number:
                     arriving[later] = self._load(following)
         return sum_MH.to(x_MH.dtype)
 
-    def _add_wave(
+    def _not_loaded(self, weights_MK: torch.Tensor, ids: Experts) -> Mask:
+        """Return which pairs of a token and an expert are computed in 4 bit, bool [M, K]."""
+        if self._fallback is None:
+            return np.zeros(ids.shape, dtype=bool)
+        weights = weights_MK.float().cpu().numpy()
+        return pairs_not_loaded(weights, ids, self.table.slot_of == NONE, self._fallback.share)
+
+    def _add(
         self,
         sum_MH: torch.Tensor,
-        wave: Wave,
+        at_MK: Experts,
         x_MH: torch.Tensor,
         weights_MK: torch.Tensor,
         ids_MK: torch.Tensor,
         run: Run,
     ) -> None:
-        """Add the wave's experts, each pair of a token and an expert as a row of its own."""
-        slot_of = np.full(len(self.table.slot_of), NONE, dtype=np.int64)
-        slot_of[wave.experts] = wave.slots
-        slots = slot_of[ids_MK.cpu().numpy()]
-        tokens, choices = np.nonzero(slots != NONE)
-        if not len(tokens):
-            return
+        """Add pairs of a token and an expert, each as a row of its own, to the tokens' sums.
+
+        Args:
+            at_MK: where ``run`` finds the expert; ``NONE`` for pairs that are left out.
+        """
+        tokens, choices = np.nonzero(at_MK != NONE)
         for begin in range(0, len(tokens), _MOST_PAIRS):
             part = slice(begin, begin + _MOST_PAIRS)
             rows = torch.from_numpy(tokens[part]).to(x_MH.device)
-            pair_slots = torch.from_numpy(slots[tokens[part], choices[part]]).to(ids_MK)
+            at = torch.from_numpy(at_MK[tokens[part], choices[part]]).to(ids_MK)
             pair_weights = weights_MK[rows, torch.from_numpy(choices[part]).to(x_MH.device)]
             x_PH = x_MH[rows].float() if self._in_float32 else x_MH[rows]
-            pairs_PH = run(x_PH, pair_weights[:, None], pair_slots[:, None])
+            pairs_PH = run(x_PH, pair_weights[:, None], at[:, None])
             sum_MH.index_add_(0, rows, pairs_PH.double())
+
+    def _all_arrived(self, x_MH: torch.Tensor) -> None:
+        if self.look_ahead is not None:
+            self.look_ahead(x_MH)
+
+    def load_ahead(self, candidates: Experts) -> None:
+        """Load experts that the router may name next, if nothing else is on the link.
+
+        Args:
+            candidates: the likeliest first. As many are loaded as the link carried before between
+                this call and the layer's next step, and one at least.
+        """
+        self._window.begin()
+        if not all(event.done() for events in self._ahead.values() for event in events):
+            return
+        use = self._device.use(Direction.READ)
+        if use.busy_seconds and self._bundle_bytes:
+            in_time = self._window.seconds * use.num_bytes / use.busy_seconds / self._bundle_bytes
+            wave = self.table.plan_ahead(candidates, max(1, round(in_time)))
+            self._ahead = {e: of for e, of in self._ahead.items() if self.table.slot_of[e] != NONE}
+            for expert, slot in zip(wave.experts, wave.slots, strict=True):
+                one = Wave(np.array([expert]), np.array([slot]), None)
+                self._ahead[int(expert)] = self._load(one)
+            self.stats.ahead += len(wave.experts)
+            self.stats.ahead_bytes += len(wave.experts) * self._bundle_bytes
+
+    def _take_ahead(self, hits: Experts) -> list[Event]:
+        """Return the loads ahead of a step's hits, and forget those whose slots are others'."""
+        events: list[Event] = []
+        wanted = set(hits.tolist())
+        for expert in list(self._ahead):
+            if expert in wanted:
+                events += self._ahead.pop(expert)
+                self.stats.ahead_used += 1
+            elif self.table.slot_of[expert] == NONE:
+                del self._ahead[expert]
+        return events
 
     def _load(self, wave: Wave) -> list[Event]:
         """Queue the copies of a wave; they wait for the compute that was submitted so far."""
@@ -210,10 +283,12 @@ class ExpertLayer:
     def _wait(self, events: Sequence[Event]) -> None:
         for event in events:
             self.stats.wait_seconds += self._device.wait(event)
+            if self._is_stored and self._device.has_device_memory:
+                event.wait()  # only then is it known whether pages were lost
             if len(lost := self._device.failed_pages(event)):
                 raise IntegrityError(f"{self.name}: pages {lost.tolist()} of its experts are lost")
 
-    def _count(self, waves: Sequence[Wave]) -> None:
+    def _count(self, waves: Sequence[Wave], in_4_bit: Mask) -> None:
         hits, *loaded = waves
         misses = sum(len(wave.experts) for wave in loaded)
         self.stats.hits += len(hits.experts)
@@ -221,3 +296,5 @@ class ExpertLayer:
         self.stats.loaded_bytes += misses * self._bundle_bytes
         self.stats.steps += 1
         self.stats.waves += sum(bool(len(wave.experts)) for wave in waves)
+        self.stats.pairs += in_4_bit.size
+        self.stats.fallback_pairs += int(in_4_bit.sum())

@@ -25,16 +25,18 @@ class ExpertTensor:
     Attributes:
         name: the tensor's name in its layer.
         row_bytes: bytes of a row.
+        is_resident: it stays in host memory, and no slot has it.
     """
 
     name: str
     row_bytes: int
+    is_resident: bool = False
 
     @property
     def page_bytes(self) -> int | None:
         """Bytes of the pages that the row is copied in; None if it stays in host memory."""
         page_bytes = self.row_bytes & -self.row_bytes  # the largest power of two that divides it
-        if page_bytes < SMALLEST_PAGE_BYTES:
+        if self.is_resident or page_bytes < SMALLEST_PAGE_BYTES:
             return None
         return min(page_bytes, LARGEST_PAGE_BYTES)
 
@@ -54,6 +56,11 @@ class ExpertBundle:
     def paged(self) -> tuple[ExpertTensor, ...]:
         """The tensors whose rows are copied in pages."""
         return tuple(tensor for tensor in self.tensors if tensor.page_bytes is not None)
+
+    @property
+    def in_slots(self) -> "ExpertBundle":
+        """The tensors that a slot has."""
+        return ExpertBundle(tensors=tuple(t for t in self.tensors if not t.is_resident))
 
     @property
     def small(self) -> tuple[ExpertTensor, ...]:
@@ -77,7 +84,12 @@ class ExpertBundle:
 
 
 def num_slots(
-    near_bytes: int, bundles: Sequence[ExpertBundle], *, num_experts: int, top_k: int
+    near_bytes: int,
+    bundles: Sequence[ExpertBundle],
+    *,
+    num_experts: int,
+    top_k: int,
+    resident_bytes: int = 0,
 ) -> int:
     """Return the slots of each layer that a near budget holds, at most one for each expert.
 
@@ -86,17 +98,21 @@ def num_slots(
         bundles: the bundle of each layer.
         num_experts: experts of a layer on this rank.
         top_k: experts that a token is routed to.
+        resident_bytes: near memory of what is no slot: copies of all experts in 4 bit.
 
     Raises:
         BudgetError: a token's experts do not fit.
     """
     bundle_bytes = sum(bundle.num_bytes for bundle in bundles)
-    slots = min(num_experts, near_bytes // bundle_bytes)
+    if near_bytes // bundle_bytes >= num_experts:  # then nothing has to be computed in 4 bit
+        return num_experts
+    slots = max(0, near_bytes - resident_bytes) // bundle_bytes
     if slots < min(top_k, num_experts):
-        needed = bundle_bytes * min(top_k, num_experts)
+        needed = resident_bytes + bundle_bytes * min(top_k, num_experts)
+        copies = f", {format_bytes(resident_bytes)} to copies in 4 bit" if resident_bytes else ""
         raise BudgetError(
-            f"experts.near_gib gives {format_bytes(near_bytes)}: {slots} of {num_experts} experts "
-            f"of {format_bytes(bundle_bytes // len(bundles))} in each of {len(bundles)} layers, "
-            f"and a token is routed to {top_k}: set it to {needed / GIB:.3f} at least"
+            f"experts.near_gib gives {format_bytes(near_bytes)}{copies}: {slots} of {num_experts} "
+            f"experts of {format_bytes(bundle_bytes // len(bundles))} in each of {len(bundles)} "
+            f"layers, and a token is routed to {top_k}: set it to {needed / GIB:.3f} at least"
         )
     return slots

@@ -53,10 +53,10 @@ class Lru(EvictionPolicy):
 class Lfu(EvictionPolicy):
     """The expert that was used least often leaves first; a use counts half after 128 steps."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, half_life: float = HALF_LIFE) -> None:
         super().__init__(num_experts)
         self._uses = np.zeros(num_experts)
-        self._decay = 0.5 ** (1 / HALF_LIFE)
+        self._decay = 0.5 ** (1 / half_life)
 
     def use(self, experts: Experts) -> None:
         self._uses *= self._decay

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.experts.policy import EvictionPolicy, Experts
@@ -50,6 +51,7 @@ class SlotTable:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert 0 < num_slots <= policy.num_experts
         self._policy = policy
+        self._last_wanted: Experts = np.empty(0, dtype=np.int64)
         self.slot_of = np.full(policy.num_experts, NONE, dtype=np.int64)
         self.expert_in = np.full(num_slots, NONE, dtype=np.int64)
 
@@ -69,15 +71,35 @@ class SlotTable:
         if len(misses):
             waves += self._waves_of(misses, hits)
         self._policy.use(wanted)
+        self._last_wanted = wanted
         return waves
+
+    def plan_ahead(self, candidates: Experts, at_most: int) -> Wave:
+        """Assign slots to experts that the next step may want; their policy does not know of them.
+
+        They take empty slots, and those of experts that the last step did not want.
+
+        Args:
+            candidates: experts, each once, the likeliest first.
+        """
+        new = candidates[self.slot_of[candidates] == NONE][:at_most]
+        is_kept = np.zeros(len(self.slot_of), dtype=bool)
+        is_kept[self._last_wanted] = is_kept[candidates] = True
+        free = self._free(is_kept)
+        experts, slots = new[: len(free)], free[: len(new)]
+        self._assign(experts, slots)
+        return Wave(experts, slots, None)
+
+    def _free(self, is_kept: npt.NDArray[np.bool_]) -> Experts:
+        """Return empty slots, then those of experts that are not kept, in the policy's order."""
+        held = self.expert_in[self.expert_in != NONE]
+        idle = self.slot_of[self._policy.order(held[~is_kept[held]])]
+        return np.concatenate((np.flatnonzero(self.expert_in == NONE), idle))
 
     def _waves_of(self, misses: Experts, hits: Experts) -> Iterator[Wave]:
         is_wanted = np.zeros(len(self.slot_of), dtype=bool)
         is_wanted[hits] = True
-        empty = np.flatnonzero(self.expert_in == NONE)
-        held = self.expert_in[self.expert_in != NONE]
-        idle = self.slot_of[self._policy.order(held[~is_wanted[held]])]
-        free = np.concatenate((empty, idle))
+        free = self._free(is_wanted)
         # With half of the slots in a wave, one wave arrives while another computes.
         largest = len(misses) if len(misses) <= len(free) else max(1, self.num_slots // 2)
         computed = [(0, self.slot_of[hits])]  # slots by the wave that used them, oldest first

@@ -129,7 +129,7 @@ class ExpertFile:
             "layers": self.layers,
             "num_experts": self.num_experts,
             "far_bytes": self.far_bytes,
-            "bundle": [[t.name, t.row_bytes] for t in self.bundle.tensors],
+            "bundle": [[t.name, t.row_bytes, t.is_resident] for t in self.bundle.tensors],
         }
         self._draft.publish(self.path, contents)
         self._draft.close()
@@ -219,7 +219,10 @@ class ExpertFile:
         self.layers, self.num_experts = found["layers"], found["num_experts"]
         self.far_bytes = found["far_bytes"]
         self.bundle = ExpertBundle(
-            tensors=tuple(ExpertTensor(name=name, row_bytes=size) for name, size in found["bundle"])
+            tensors=tuple(
+                ExpertTensor(name=name, row_bytes=size, is_resident=is_resident)
+                for name, size, is_resident in found["bundle"]
+            )
         )
         self._pages = pages
 

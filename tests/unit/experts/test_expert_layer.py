@@ -11,6 +11,7 @@ from tests.fakes.devices import DelayedDevice
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.experts.fallback import Fallback, pairs_not_loaded
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
 from vllm_tiered.experts.policy import Lru
 from vllm_tiered.experts.slot_table import SlotTable
@@ -19,7 +20,7 @@ from vllm_tiered.storage.direct_file import aligned_pages
 NUM_EXPERTS, TOP_K, HIDDEN, PAGE = 12, 3, 32, 4096
 
 
-def make(num_slots, *, device=None, hits_first=True):
+def make(num_slots, *, device=None, is_stored=True, fallback=None):
     """A layer whose expert e multiplies each token by a random matrix and adds a bias."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(NUM_EXPERTS, HIDDEN, HIDDEN, generator=generator)
@@ -39,7 +40,8 @@ def make(num_slots, *, device=None, hits_first=True):
             )
         ],
         host=[HostRows(bias, slot_bias)],
-        hits_first=hits_first,
+        is_stored=is_stored,
+        fallback=fallback,
     )
 
     def run_on(w, b):
@@ -64,10 +66,10 @@ def steps(count=12, seed=0):
 
 
 @pytest.mark.parametrize("num_slots", [TOP_K, 5, 8, NUM_EXPERTS])
-@pytest.mark.parametrize("hits_first", [False, True])
+@pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("late", [0.0, 0.002])
-def test_the_result_is_that_of_all_experts(num_slots, hits_first, late):
-    made = make(num_slots, hits_first=hits_first, device=DelayedDevice(0, late) if late else None)
+def test_the_result_is_that_of_all_experts(num_slots, is_stored, late):
+    made = make(num_slots, is_stored=is_stored, device=DelayedDevice(0, late) if late else None)
     for x, weights, ids in steps():
         found = made.layer.compute(x, weights, ids, made.run)
         torch.testing.assert_close(found, made.expect(x, weights, ids), rtol=1e-5, atol=1e-5)
@@ -76,7 +78,7 @@ def test_the_result_is_that_of_all_experts(num_slots, hits_first, late):
 
 
 def test_a_step_that_fits_is_one_call_of_the_kernel():
-    made = make(8, hits_first=False)
+    made = make(8, is_stored=False)
     calls = []
 
     def run(*args):
@@ -123,3 +125,120 @@ def test_without_waiting_for_copies_the_result_is_wrong():
         wrong.append(not torch.allclose(found, made.expect(x, weights, ids)))
     assert any(wrong)
     made.device.close()
+
+
+@pytest.mark.parametrize("num_slots", [TOP_K + 1, 5, 8])
+@pytest.mark.parametrize("late", [0.0, 0.002])
+def test_the_result_does_not_depend_on_what_was_loaded_ahead(num_slots, late):
+    made = make(num_slots, device=DelayedDevice(0, late) if late else None)
+    rng = np.random.default_rng(0)
+    for x, weights, ids in steps(24):
+        made.layer.load_ahead(rng.permutation(NUM_EXPERTS)[:4])
+        found = made.layer.compute(x, weights, ids, made.run)
+        torch.testing.assert_close(found, made.expect(x, weights, ids), rtol=1e-5, atol=1e-5)
+        made.layer.table.check_integrity()
+    stats = made.layer.stats
+    assert 0 < stats.ahead_used < stats.ahead
+    assert stats.ahead_bytes == stats.ahead * PAGE
+    made.device.close()
+
+
+def test_loads_ahead_that_nobody_waits_for_make_the_result_wrong():
+    """The control of the test above."""
+    made = make(5, device=DelayedDevice(0, 0.02))
+    x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.layer.load_ahead(np.array([3]))
+    made.layer._take_ahead = lambda hits: []
+    ids = torch.tensor([[1, 2, 3]])
+    found = made.layer.compute(x, weights, ids, made.run)
+    assert not torch.allclose(found, made.expect(x, weights, ids))
+    made.device.close()
+
+
+def test_an_expert_that_is_loaded_ahead_is_a_hit_and_takes_no_slot_in_use():
+    made = make(4)
+    x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
+
+    def wait():  # the link is busy until then, and nothing would be loaded ahead
+        for events in made.layer._ahead.values():
+            for event in events:
+                event.wait()
+
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.layer.load_ahead(np.array([7, 8]))  # one, as nothing is known of the link yet
+    assert (made.layer.table.slot_of[[0, 1, 2, 7]] >= 0).all()
+    wait()
+    made.layer.load_ahead(np.array([8]))  # 7 was not in the last step
+    assert (made.layer.table.slot_of[[0, 1, 2, 8]] >= 0).all()
+    wait()
+    made.layer.load_ahead(np.array([9, 8]))  # 8 is a candidate, and no other slot is idle
+    assert made.layer.table.slot_of[9] < 0 <= made.layer.table.slot_of[8]
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 8]]), made.run)
+    stats = made.layer.stats
+    assert (stats.hits, stats.misses) == (3, 3)
+    assert (stats.ahead, stats.ahead_used) == (2, 1)
+    made.device.close()
+
+
+def test_the_next_layer_is_asked_once_all_experts_have_arrived():
+    made = make(4, device=DelayedDevice(0, 0.002))
+    calls = []
+
+    def asked(x_MH):
+        calls.append(x_MH)
+        slots = made.layer.table.slot_of[[0, 1, 2]]
+        assert not made.layer._paged[0].slots.data[slots].view(torch.float32).isnan().any()
+
+    made.layer.look_ahead = asked
+    x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    assert len(calls) == 2 and all(call is x for call in calls)
+    made.device.close()
+
+
+def test_missing_experts_of_little_weight_are_not_loaded():
+    seen = []
+
+    def run(x_PH, weights_P1, ids_P1):
+        seen.extend(ids_P1.flatten().tolist())
+        return 1000 * weights_P1 * torch.ones_like(x_PH)
+
+    made = make(4, fallback=Fallback(0.3, run))
+    x = torch.randn(1, HIDDEN)
+    weights = torch.tensor([[0.2, 0.5, 0.3]])
+    found = made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    exact = made.expect(x, weights[:, 1:], torch.tensor([[1, 2]]))
+    torch.testing.assert_close(found, exact + 200.0)
+    assert seen == [0]
+    stats = made.layer.stats
+    assert (stats.misses, stats.pairs, stats.fallback_pairs) == (2, 3, 1)
+    # Expert 1 has a slot, and the second token needs expert 3.
+    both = torch.tensor([[1, 3, 4], [3, 1, 2]])
+    weights = torch.tensor([[0.6, 0.2, 0.2], [0.6, 0.2, 0.2]])
+    weights[0, 1:] = torch.tensor([0.25, 0.15])
+    x = torch.randn(2, HIDDEN)
+    found = made.layer.compute(x, weights, both, made.run)
+    assert seen == [0, 4]
+    expected = made.expect(x, weights * torch.tensor([[1, 1, 0], [1, 1, 1]]), both)
+    expected[0] += 150.0
+    torch.testing.assert_close(found, expected)
+    made.device.close()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_no_token_has_more_than_its_share_in_4_bit(share):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        weights = rng.random((5, TOP_K), dtype=np.float32)
+        ids = np.stack([rng.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(5)])
+        is_missing = rng.random(NUM_EXPERTS) < 0.7
+        skipped = pairs_not_loaded(weights, ids, is_missing, share)
+        assert not skipped[~is_missing[ids]].any()
+        of_token = (weights * skipped).sum(1)
+        assert (of_token <= share * weights.sum(1) + 1e-6).all()
+        # An expert is either loaded for all tokens or for none.
+        assert not set(ids[skipped]) & set(ids[~skipped])
+        if share == 1.0:
+            assert (skipped == is_missing[ids]).all()

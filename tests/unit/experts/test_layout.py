@@ -21,6 +21,11 @@ def test_olmoe():
     assert num_slots(near_bytes, [OLMOE] * 16, num_experts=64, top_k=8) == 32
     assert num_slots(near_bytes - 1, [OLMOE] * 16, num_experts=64, top_k=8) == 31
     assert num_slots(100 * near_bytes, [OLMOE] * 16, num_experts=64, top_k=8) == 64
+    shape = {"num_experts": 64, "top_k": 8}
+    layer = 16 * OLMOE.num_bytes
+    assert num_slots(near_bytes, [OLMOE] * 16, resident_bytes=10 * layer, **shape) == 22
+    # Where all experts fit, copies would only take their place.
+    assert num_slots(64 * layer, [OLMOE] * 16, resident_bytes=10 * layer, **shape) == 64
 
 
 def test_a_budget_below_one_token_is_refused_with_the_number_that_is_enough():

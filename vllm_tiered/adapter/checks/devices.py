@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEVICES: dict[Part, tuple[str, ...]] = {
     Part.WEIGHTS: ("cpu", "cuda"),
-    Part.EXPERTS: ("cpu",),
+    Part.EXPERTS: ("cpu", "cuda"),
     Part.FFN: ("cpu", "cuda"),
 }
 """The device types that a part runs on, as vLLM's platforms name them."""

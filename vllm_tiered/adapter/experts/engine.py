@@ -16,6 +16,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from vllm.forward_context import get_forward_context
 
 from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.experts import copies
+from vllm_tiered.adapter.experts.routers import Routing, routing_of
 from vllm_tiered.adapter.experts.tensors import (
     bundle_of,
     check_layer,
@@ -44,6 +47,7 @@ from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
+from vllm_tiered.experts.lookahead import MOST_TOKENS, LookaheadTrial
 from vllm_tiered.experts.policy import POLICIES
 from vllm_tiered.experts.slot_table import SlotTable
 from vllm_tiered.experts.store import KNOB, ExpertFile
@@ -64,7 +68,12 @@ class _Adopted:
         stored: its experts are in the file, or will be.
         drafts: files that hold the checkpoint's tensors until the layer is processed.
         apply: vLLM's `quant_method.apply`, which computes with the tensors that the layer has.
+        far, far_pages: on a GPU, rows of all experts in far memory by name, and their pages.
+        is_waiting: slots take its tensors' place when the model is loaded.
+        copies: its experts in 4 bit, by name; empty without a fallback, and until it is processed.
+        copy_shapes: their shapes.
         experts: None until the layer is processed.
+        begin_step: called with the number of tokens before the layer computes.
     """
 
     def __init__(self, layer: Any, *, stored: bool) -> None:
@@ -73,7 +82,13 @@ class _Adopted:
         self.drafts: list[Draft] = []
         self.apply: Callable[..., torch.Tensor] = layer.quant_method.apply
         self.process: Callable[[Any], None] = layer.quant_method.process_weights_after_loading
+        self.far: dict[str, torch.Tensor] = {}
+        self.far_pages: dict[str, PageBuffer] = {}
+        self.is_waiting = False
+        self.copies: dict[str, torch.Tensor] = {}
+        self.copy_shapes: dict[str, torch.Tensor] = {}
         self.experts: ExpertLayer | None = None
+        self.begin_step: Callable[[int], None] | None = None
 
     def close_drafts(self) -> None:
         """Delete the files that hold the checkpoint's tensors. Idempotent."""
@@ -112,10 +127,16 @@ class ExpertsEngine:
         self._stored_bytes = 0
         self._num_slots = 0
         self._is_complete = False
+        self._trial: LookaheadTrial | None = None
         self._near_bytes = self._far_bytes_now = 0
+        self._compute_device = torch.device("cpu")
         self._before: dict[str, float] = {}
         self._stated: manifest.ExpertsManifest | None = None
         register_op()
+
+    @property
+    def _has_fallback(self) -> bool:
+        return self._config.fallback != "none"
 
     def is_of(self, context: dict[str, Any]) -> bool:
         """Return whether these experts belong to the engine with ``context``."""
@@ -131,11 +152,16 @@ class ExpertsEngine:
             ConfigError, BudgetError: the file of stored experts cannot be made or used.
         """
         check_layer(layer)
+        if self._has_fallback:
+            copies.check(layer)
+        self._move_to_host(layer)
         if self._config.storage_path is not None and self._file is None:
             self._file = self._open_file(self._config.storage_path, layer)
         tensors = expert_tensors(layer)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         adopted = _Adopted(layer, stored=self._is_stored(layer, num_bytes))
+        if self._has_fallback:
+            adopted.copy_shapes = copies.shapes_of(layer)
         self._layers.append(adopted)
         if not adopted.stored:
             self._far_bytes += num_bytes
@@ -147,8 +173,11 @@ class ExpertsEngine:
         method.apply = partial(_apply, name)
         self._context[name] = adopted
 
-    def finish(self) -> None:
+    def finish(self, model: torch.nn.Module) -> None:
         """Publish the file of stored experts and say what was taken over, after loading.
+
+        Args:
+            model: the loaded model, whose routers name candidates.
 
         Raises:
             UnsupportedError: the model has no experts.
@@ -160,15 +189,80 @@ class ExpertsEngine:
             )
         if self._file is not None and not self._file.is_filled and self._file.layers:
             self._file.publish()
-            for adopted in self._layers:
-                if adopted.stored:
-                    self._attach(adopted)
+        for adopted in self._layers:
+            if adopted.is_waiting:
+                self._attach(adopted)
+            self._move_rest(adopted.layer)
+        self._look_ahead(model)
         self._is_complete = True
         stated = self._stated = self._manifest()
         manifest.publish_experts(stated)
         totals.publish("experts", self.total_use)
+        totals.publish(totals.EXPERT_LAYERS, self.hit_ratios)
         if self._rank == 0:
             logger.info("%s", stated.describe())
+
+    def _move_to_host(self, layer: Any) -> None:
+        """Let a layer's tensors be loaded to host memory: a GPU holds one layer's at a time.
+
+        vLLM moves them to the GPU to process them, and back.
+        """
+        for name, tensor in expert_tensors(layer).items():
+            if tensor.device.type != "cpu":
+                self._compute_device = tensor.device
+                layer.get_parameter(name).data = torch.empty_like(tensor, device="cpu")
+
+    def _move_rest(self, layer: Any) -> None:
+        """Move what vLLM has left in host memory to the GPU, all experts if each has a slot."""
+        for parameter in layer.parameters(recurse=False):
+            if parameter.device.type != self._compute_device.type:
+                parameter.data = parameter.data.to(self._compute_device)
+
+    def _look_ahead(self, model: torch.nn.Module) -> None:
+        """Let each layer load what the next one's router would choose for its hidden states.
+
+        Raises:
+            UnsupportedError: this is asked for, and the model's routers cannot be called alone.
+        """
+        asked = self._config.prefetch == "on"
+        if self._device.has_device_memory and asked:
+            raise UnsupportedError("experts.prefetch does not work on a GPU yet: leave it out")
+        # With a fallback, what arrived in time would decide what is computed in 4 bit.
+        if self._device.has_device_memory or self._config.prefetch == "off":
+            return
+        if self._has_fallback and not asked:
+            return
+        in_slots = [one for one in self._layers if one.experts is not None]
+        for one, following in pairwise(in_slots):
+            routing = routing_of(model, following.layer, one.layer.moe_config.hidden_dim)
+            if routing is not None:
+                assert one.experts is not None and following.experts is not None
+                one.experts.look_ahead = partial(self._load_ahead, routing, following.experts)
+                self._trial = LookaheadTrial(is_always_on=asked)
+        if self._trial is not None:
+            in_slots[0].begin_step = self._begin_step
+        elif asked and len(in_slots) > 1:
+            raise UnsupportedError(
+                f"{in_slots[1].layer.layer_name}: its router cannot be called alone: leave "
+                "experts.prefetch out"
+            )
+
+    def _begin_step(self, num_tokens: int) -> None:
+        assert self._trial is not None
+        measured = self._trial.begin_step(num_tokens)
+        if measured is not None and self._rank == 0:
+            logger.info(
+                "tiered experts: with batches of about %d, reading ahead takes %.2f of the time "
+                "without: %s",
+                measured.batch_size,
+                measured.ratio,
+                "kept" if measured.is_kept else "switched off",
+            )
+
+    def _load_ahead(self, routing: Routing, layer: ExpertLayer, x: torch.Tensor) -> None:
+        assert self._trial is not None
+        if self._trial.is_on and len(x) <= MOST_TOKENS:
+            layer.load_ahead(routing(x))
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
@@ -184,12 +278,19 @@ class ExpertsEngine:
         if self._stated is not None:
             manifest.withdraw_experts(self._stated)
         totals.withdraw("experts", self.total_use)
+        totals.withdraw(totals.EXPERT_LAYERS, self.hit_ratios)
 
     def take_use(self) -> dict[str, float]:
         """Return the increase of each figure since the last call; empty before :meth:`finish`."""
         use = self.total_use()
         before, self._before = self._before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
+
+    def hit_ratios(self) -> dict[str, float]:
+        """Return the hit ratio of each layer with slots since the start, by the layer's name."""
+        layers = [one.experts for one in self._layers if one.experts]
+        wanted = [(layer, layer.stats.hits + layer.stats.misses) for layer in layers]
+        return {layer.name: layer.stats.hits / number for layer, number in wanted if number}
 
     def total_use(self) -> dict[str, float]:
         """Return each figure since the start; empty before :meth:`finish`."""
@@ -198,7 +299,7 @@ class ExpertsEngine:
         layers = [(one.stored, one.experts.stats) for one in self._layers if one.experts]
         loaded = {True: 0, False: 0}
         for stored, stats in layers:
-            loaded[stored] += stats.loaded_bytes
+            loaded[stored] += stats.loaded_bytes + stats.ahead_bytes
         return {
             "experts_far_bytes": float(loaded[False]),
             "experts_storage_bytes": float(loaded[True]),
@@ -207,6 +308,10 @@ class ExpertsEngine:
             "experts_misses": float(sum(stats.misses for _, stats in layers)),
             "experts_layer_steps": float(sum(stats.steps for _, stats in layers)),
             "experts_waves": float(sum(stats.waves for _, stats in layers)),
+            "experts_pairs": float(sum(stats.pairs for _, stats in layers)),
+            "experts_fallback_pairs": float(sum(stats.fallback_pairs for _, stats in layers)),
+            "experts_ahead": float(sum(stats.ahead for _, stats in layers)),
+            "experts_ahead_used": float(sum(stats.ahead_used for _, stats in layers)),
         }
 
     # ------------------------------------------------------------------------------------
@@ -220,6 +325,7 @@ class ExpertsEngine:
             "zentorch": importlib.util.find_spec("zentorch") is not None,
             "vllm": vllm_version(),
             "far_gib": self._config.far_gib,
+            "fallback": self._config.fallback,
         }
         file = ExpertFile(
             Path(path),
@@ -282,6 +388,8 @@ class ExpertsEngine:
         if adopted.stored and self._file is not None and self._file.is_filled:
             # vLLM makes of one expert what it would make of all: the shapes of slots.
             keep_one_expert(layer, bundle_of(expert_tensors(layer)))
+        elif self._has_fallback:
+            adopted.copies = copies.make(layer)
         adopted.process(layer)
         tensors = processed_tensors(layer)
         check_nothing_else(layer, tensors)
@@ -292,21 +400,54 @@ class ExpertsEngine:
                 [bundle] * len(self._layers),
                 num_experts=layer.local_num_experts,
                 top_k=layer.top_k,
+                resident_bytes=sum(
+                    shape.nbytes for one in self._layers for shape in one.copy_shapes.values()
+                ),
             )
         if adopted.stored and self._file is not None and not self._file.is_filled:
             if not self._file.layers:
                 names = [one.layer.layer_name for one in self._layers if one.stored]
                 check_mostly_paged(layer, bundle)
-                self._file.begin(names, bundle, layer.local_num_experts, self._far_bytes)
-            self._file.fill(layer.layer_name, tensors)
+                whole = copies.with_copies(bundle, adopted.copies)
+                self._file.begin(names, whole, layer.local_num_experts, self._far_bytes)
+            self._file.fill(layer.layer_name, {**tensors, **adopted.copies})
             keep_one_expert(layer, bundle)
             del tensors
             adopted.close_drafts()
+            adopted.is_waiting = True
         elif self._num_slots < layer.local_num_experts or adopted.stored:
-            self._attach(adopted)
+            if self._device.has_device_memory:
+                # vLLM moves the tensors back to the host after this: slots come later.
+                self._move_to_far(adopted, tensors, bundle)
+                keep_one_expert(layer, bundle)
+                adopted.is_waiting = True
+            else:
+                self._attach(adopted)
         else:  # a slot for each expert: nothing to do better than vLLM
             layer.quant_method.apply = adopted.apply
+            adopted.copies = {}
             self._near_bytes += bundle.num_bytes * layer.local_num_experts
+
+    def _move_to_far(
+        self, adopted: _Adopted, tensors: Mapping[str, torch.Tensor], bundle: ExpertBundle
+    ) -> None:
+        """Copy the rows of a layer that is not stored to memory that a GPU's copies read."""
+        if adopted.stored:
+            return
+        for tensor in bundle.tensors:
+            rows = tensors[tensor.name]
+            if not rows.is_contiguous():
+                raise UnsupportedError(
+                    f"{adopted.layer.layer_name}: its kernel lays {tensor.name} out in an order of "
+                    "its own: leave tiered.experts.near_gib out for this model"
+                )
+            if tensor.page_bytes is None:
+                adopted.far[tensor.name] = rows.cpu()
+            else:
+                pages = self._device.far_buffer(rows.nbytes // bundle.page_bytes, bundle.page_bytes)
+                held = pages.data.view(-1).view(rows.dtype).view(rows.shape)
+                adopted.far[tensor.name] = held.copy_(rows)
+                adopted.far_pages[tensor.name] = pages
 
     def _attach(self, adopted: _Adopted) -> None:
         """Put slots in the place of the layer's tensors."""
@@ -317,21 +458,26 @@ class ExpertsEngine:
         stored: dict[str, torch.Tensor] = {}
         if adopted.stored:
             assert self._file is not None
-            if (bundle, layer.local_num_experts) != (self._file.bundle, self._file.num_experts):
+            held = self._file.bundle
+            if (held and held.in_slots, self._file.num_experts) != (
+                bundle,
+                layer.local_num_experts,
+            ):
                 raise ConfigError(
                     f"{self._file.path} has other tensors than {layer.layer_name}: remove it, and "
                     "the next start fills it anew"
                 )
             stored = self._file.small_rows(layer.layer_name)
+            adopted.copies = copies.from_rows(stored, adopted.copy_shapes)
         paged: list[PagedRows] = []
         host: list[HostRows] = []
         offsets = iter(self._file.offsets() if adopted.stored and self._file else ())
         for tensor in bundle.tensors:
-            rows = tensors[tensor.name]
+            rows = adopted.far.get(tensor.name, tensors[tensor.name])
             parameter = layer.get_parameter(tensor.name)
             shape = (self._num_slots, *rows.shape[1:])
             if tensor.page_bytes is None:
-                slots = rows.new_zeros(shape)
+                slots = rows.new_zeros(shape, device=self._compute_device)
                 of_all = rows.clone()
                 if tensor.name in stored:
                     whole = (layer.local_num_experts, *rows.shape[1:])
@@ -340,14 +486,18 @@ class ExpertsEngine:
                 self._far_bytes_now += of_all.nbytes
             else:
                 num_pages = tensor.row_bytes // page_bytes
-                memory = aligned_pages(self._num_slots * num_pages, page_bytes, rows.device)
+                memory = aligned_pages(
+                    self._num_slots * num_pages, page_bytes, self._compute_device
+                )
                 memory.zero_()
                 slots = memory.view(-1).view(rows.dtype).view(shape)
                 if adopted.stored and self._file is not None:
                     source = self._file.source(layer.layer_name)
                     stride, offset = bundle.file_pages, next(offsets)
                 else:
-                    source = PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
+                    source = adopted.far_pages.get(
+                        tensor.name, PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
+                    )
                     stride, offset = num_pages, 0
                     self._far_bytes_now += rows.nbytes
                 paged.append(PagedRows(source, PageBuffer(memory), num_pages, stride, offset))
@@ -361,10 +511,14 @@ class ExpertsEngine:
             ),
             paged=paged,
             host=host,
-            hits_first=adopted.stored,
+            is_stored=adopted.stored,
             # vLLM multiplies inputs with routing weights in the model's dtype.
             in_float32=takes_float32(layer.quant_method) and not layer.apply_router_weight_on_input,
+            fallback=copies.fallback(layer, adopted.copies, self._config.fallback_share)
+            if self._has_fallback
+            else None,
         )
+        self._near_bytes += sum(copy.nbytes for copy in adopted.copies.values())
 
     def _manifest(self) -> manifest.ExpertsManifest:
         first = self._layers[0]
@@ -409,6 +563,8 @@ def _routed_experts(
 ) -> torch.Tensor:
     adopted = get_forward_context().no_compile_layers[name]
     assert adopted.experts is not None, "the model runs before its weights are loaded"
+    if adopted.begin_step is not None:
+        adopted.begin_step(len(x))
     return adopted.experts.compute(x, weights, ids, partial(_run, adopted))
 
 

@@ -54,6 +54,11 @@ def install() -> bool:
     return True
 
 
+def can_activate(activation: MoEActivation) -> bool:
+    """Return whether experts with this activation can be computed."""
+    return activation in _ACTIVATIONS
+
+
 class TieredInt4Experts(mk.FusedMoEExpertsModular):
     """Experts with weights in 4 bit, computed in float32 by our C++ GEMM.
 
@@ -81,7 +86,7 @@ class TieredInt4Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in _ACTIVATIONS
+        return can_activate(activation)
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -150,11 +155,11 @@ def _register_op() -> None:
             "int4_experts(Tensor x, Tensor weights, Tensor ids, Tensor?[] parts, str activation, "
             "float? limit) -> Tensor"
         )
-        _library.impl("int4_experts", _compute, "CompositeExplicitAutograd")
+        _library.impl("int4_experts", compute, "CompositeExplicitAutograd")
         _library._register_fake("int4_experts", lambda x, *args: torch.empty_like(x))
 
 
-def _compute(
+def compute(
     x_MH: torch.Tensor,
     weights_MK: torch.Tensor,
     ids_MK: torch.Tensor,

@@ -28,9 +28,9 @@ def check_layer(layer: Any) -> None:
     reason = None
     if not isinstance(method, FusedMoEMethodBase):
         reason = f"{type(method).__name__} computes them, which is not one of vLLM's methods"
-    elif devices != {"cpu"}:
+    elif devices not in ({"cpu"}, {"cuda"}):
         on = " and ".join(sorted(devices)) or "no device"
-        reason = f"its experts are on {on}, and only vLLM's CPU backend is served so far"
+        reason = f"its experts are on {on}, and only CPUs and NVIDIA's GPUs are served"
     elif parallel.use_ep or parallel.enable_eplb or parallel.dp_size > 1:
         reason = "its experts are spread over ranks (expert or data parallel)"
     elif method.is_monolithic:

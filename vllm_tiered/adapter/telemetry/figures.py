@@ -118,6 +118,10 @@ COUNTER_METRICS = (
     _plain("experts_misses", "Experts that a layer's step needed and had to load."),
     _plain("experts_layer_steps", "Steps of a layer with experts in slots."),
     _plain("experts_waves", "Waves in which those steps computed their experts."),
+    _plain("experts_pairs", "Pairs of a token and an expert."),
+    _plain("experts_fallback_pairs", "Pairs of those that were computed in 4 bit."),
+    _plain("experts_ahead", "Experts loaded before their layer's router named any."),
+    _plain("experts_ahead_used", "Experts of those that the router then named."),
     _labelled(
         "l2_bytes",
         "Bytes to prefetch into the last-level cache behind all-reduces: prefetched, or dropped as "

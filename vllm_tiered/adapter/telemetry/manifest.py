@@ -11,8 +11,8 @@ from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import expansion_of
 from vllm_tiered.kv.policy import SwapOrder
-from vllm_tiered.l2.trial import Measured
 from vllm_tiered.planner.pipeline_time import ExpectedStep
+from vllm_tiered.trial import Measured
 from vllm_tiered.units import format_bytes
 from vllm_tiered.weights.placement import Placement
 

@@ -38,6 +38,8 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         name: {"state": state, "reason": reason} | stated.get(name, {}) | _counters(name)
         for name, (state, reason) in parts.items()
     }
+    by_layer = totals.current(totals.EXPERT_LAYERS)
+    described["experts"] |= {"hit_ratio_by_layer": by_layer}
     where = {
         "rank": worker.rank,
         "pid": os.getpid(),

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 GAUGES_KEY = "gauges"
 """Key of the gauges in a worker's answer, with which a server fills those of ``/metrics``."""
 
+EXPERT_LAYERS = "experts by layer"
+"""Part under which the hit ratio of each layer with experts is published."""
+
 Read = Callable[[], Mapping[str, float]]
 """Function that returns a part's counters since the start and its gauges, by metric."""
 

@@ -87,6 +87,24 @@ def from_awq(
     return Int4Matrix(codes, scales_ENG, zeros)
 
 
+def quantise(weight_ENK: torch.Tensor, group: int) -> Int4Matrix:
+    """Return weights in 4 bit, one expert at a time: codes around 8, and bfloat16 scales.
+
+    The weight of a group that is largest in size is code 0, as in llama.cpp's Q4_0.
+    """
+    experts, rows, length = weight_ENK.shape
+    codes = torch.empty((experts, rows, length // 2), dtype=torch.uint8)
+    scales = torch.empty((experts, rows, length // group), dtype=torch.bfloat16)
+    for expert in range(experts):
+        groups = weight_ENK[expert].float().view(rows, -1, group)
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        scales[expert] = (largest / -MIDDLE).squeeze(2)
+        by = scales[expert].float()[..., None]
+        found = (groups / torch.where(by == 0, 1, by) + MIDDLE).round_().clamp_(0, 15)
+        codes[expert] = _in_halves(found.to(torch.uint8).flatten(1))
+    return Int4Matrix(codes, scales, _no_zeros(scales))
+
+
 def expand(matrix: Int4Matrix) -> torch.Tensor:
     """Return the weights, float32 [E, N, K]."""
     codes, scales, zeros = matrix
