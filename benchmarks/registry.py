@@ -96,6 +96,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.experts.offload",
         ),
         Benchmark(
+            name="experts_routing",
+            summary="a trained mixture's routing: hits by slots and policy, and reading ahead",
+            module="benchmarks.suites.experts.routing",
+        ),
+        Benchmark(
             name="planner_accuracy",
             summary="predicted against measured time per token, from a probe of the same run",
             module="benchmarks.suites.weights.planner_accuracy",

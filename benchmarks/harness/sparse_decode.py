@@ -79,6 +79,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     prefill_seconds = 0.0
     seconds: list[float] = []
     use: Counter[str] = Counter()
+    prefill_use: Counter[str] = Counter()
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         before = {name: len(ids) for name, ids in tokens.items()}
@@ -96,6 +97,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             if len(outputs) == args.batch:
                 seconds.append(step_end - step_begin)
                 use.update(used)
+        else:
+            prefill_use.update(used)
     if recorder:
         recorder.write(args.trace)
     return {
@@ -104,6 +107,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "seconds_per_token": seconds,
         "batch": args.batch,
         "use": dict(use),
+        "prefill_use": dict(prefill_use),
         "resident_bytes": psutil.Process().memory_info().rss,
         "tokens": [tokens[str(index)] for index in range(args.batch)],
         "manifest": manifest.current(),

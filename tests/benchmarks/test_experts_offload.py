@@ -51,6 +51,8 @@ class Runs:
             "seconds_per_token": [seconds] * 4,
             "batch": batch,
             "tokens": self.tokens,
+            "prefill_seconds": 8 * seconds,
+            "prefill_use": {"experts_storage_bytes": 6e9},
             "use": {
                 "experts_hits": 30.0,
                 "experts_misses": 10.0,
@@ -97,6 +99,10 @@ def test_figures_follow_from_the_runs(runs, tmp_path):
     assert one["replayed_hit_ratio"]["lru"]["16"] == 0.75  # the first of four steps misses
     assert one["hit_ratio"] == 0.75 and one["expected_hit_ratio"] == 0.25
     assert result["tokens_equal_fp32"] is True and result["ratio_all_in_slots"] == 1.0
+    prompt = result["prompt"]
+    assert prompt["seconds"] == {OURS: 4.0, LLAMA: 8.0}
+    assert prompt["disk_share"] == pytest.approx(6.0 / 4.0 / 2.0)
+    assert [of["tokens_per_s"] for of in result["synthetic"].values()] == [2.0, 2.0]
     json.dumps(result)
     assert "0.750 (0.250)" in offload.table(result)
 
@@ -121,14 +127,17 @@ def test_contenders_have_the_limit_and_ours_fills_it_with_slots(runs, tmp_path):
     assert {given for name, given, *_ in decoded if name == IN_MEMORY} == {None}
     near = limit - (RESIDENT - NEAR) - memory_capped.MARGIN_BYTES
     assert result["near_bytes"] == {"1": near}
-    (command,) = {str(seen[2]) for seen in decoded if seen[:2] == (OURS, limit)}
+    commands = {str(seen[2]) for seen in decoded if seen[:2] == (OURS, limit)}
+    (command,) = {one for one in commands if "'512'" not in one}
     assert str(near / 2**30) in command
+    (long,) = commands - {command}
+    assert str((near - 512 * offload.PROMPT_TOKEN_BYTES) / 2**30) in long
 
 
 def test_llama_cpp_has_the_threads_that_suit_it(runs, tmp_path):
     measured(tmp_path, batches=(1,))
     commands = [command for name, _, command, _ in runs.seen if name == LLAMA]
-    assert [c[c.index("--threads") + 1] for c in commands] == ["2", "4", "8", "4", "4"]
+    assert [c[c.index("--threads") + 1] for c in commands] == ["2", "4", "8", *"44", *"44"]
 
 
 def test_a_peer_that_fails_is_skipped_and_said(runs, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.inputs import relu_model
+from benchmarks.inputs import byte_training, relu_model
 from benchmarks.suites.ffn import quality as ffn_quality
 from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.quality import PROFILES, RESULT_KEYS, humaneval_texts, summarise, table
@@ -162,18 +162,18 @@ def test_bytes_of_conversations(tmp_path, monkeypatch):
     turns = [{"from": "human", "value": "äb"}, {"from": "gpt", "value": "c"}]
     path = tmp_path / "split.json"
     path.write_text(json.dumps([{"conversations": turns}] * 3), encoding="utf-8")
-    monkeypatch.setattr(relu_model, "package_file", lambda *_: path)
+    monkeypatch.setattr(byte_training, "package_file", lambda *_: path)
     one = "äb\n\nc\n\n\n".encode()
-    assert relu_model.byte_text(1, 5) == one
-    assert relu_model.byte_text(1, len(one) + 1) == one * 2
+    assert byte_training.byte_text(1, 5) == one
+    assert byte_training.byte_text(1, len(one) + 1) == one * 2
     with pytest.raises(ValueError, match="has 9 bytes from conversation 2 on"):
-        relu_model.byte_text(2, 100)
+        byte_training.byte_text(2, 100)
 
 
 def test_training_makes_a_model_that_opt_loads(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(relu_model, "byte_text", lambda first, num_bytes: b"ab" * 400)
+    monkeypatch.setattr(byte_training, "byte_text", lambda first, num_bytes: b"ab" * 400)
     settings = relu_model.ReluModel(
         layers=1, hidden=32, neurons=64, steps=30, batch=4, tokens=16, learning_rate=0.02
     )

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peers import accelerate_disk, checkpoint, contender, flexgen, llama_cpp
-from benchmarks.peers.model import SHAPES, OlmoeShape, OptShape, write_model
+from benchmarks.peers.model import INT4_SHAPES, SHAPES, OlmoeShape, OptShape, write_model
 
 TINY = OptShape(hidden_size=64, ffn_dim=160, num_layers=3, num_heads=4, vocab_size=80)
 
@@ -203,6 +203,37 @@ def test_llama_cpp_gets_a_mixtures_experts_in_one_tensor(tmp_path):
     expected = checkpoint.to_float32(model["model.layers.0.mlp.gate.weight"])
     np.testing.assert_array_equal(router.data, expected)
     assert sum(tensor.n_elements for tensor in found.values()) == shape.num_bytes // 2
+
+
+def test_llama_cpp_gets_the_same_4_bit_weights(tmp_path):
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import load_file
+
+    from vllm_tiered.experts.int4.packing import expand, from_rows
+
+    shape = INT4_SHAPES["qwen3-small-int4"]
+    write_model(shape, tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf")
+    found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        tensors |= load_file(path)
+    for which, rows, length in (("gate", 128, 256), ("down", 256, 128)):
+        experts = [f"model.layers.1.mlp.experts.{e}.{which}_proj.weight" for e in range(16)]
+        packed = torch.stack([tensors[f"{expert}_packed"] for expert in experts])
+        scales = torch.stack([tensors[f"{expert}_scale"] for expert in experts])
+        assert tensors[f"{experts[3]}_shape"].tolist() == [rows, length]
+        expected = expand(from_rows(packed, scales, None, zeros_add=0)).numpy()
+        stack = found[f"blk.1.ffn_{which}_exps.weight"]
+        assert list(stack.shape) == [length, rows, 16]
+        weights = dequantize(stack.data, stack.tensor_type).reshape(expected.shape)
+        # Their scales are float16, ours are bfloat16; this one is exact in both.
+        np.testing.assert_array_equal(weights, expected)
+        assert abs(expected.mean()) < 0.01 and 0.03 < expected.std() < 0.05
+    matrices = ("_packed", "_scale")
+    in_4_bit = sum(t.nbytes for name, t in tensors.items() if name.endswith(matrices))
+    assert in_4_bit == 2 * 16 * shape.expert_bytes
 
 
 def test_flexgen_keeps_whole_matrices_within_the_share():

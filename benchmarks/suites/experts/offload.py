@@ -9,6 +9,10 @@ weights choose almost uniformly: the worst case, without locality. Rounds are in
 begins by measuring the disk's own sequential bandwidth, and with none of the files in the page
 cache.
 
+Then the routers' choice is replaced by synthetic routing that has published hit ratios: what
+locality gives. A longer prompt is timed, too: it wants nearly every expert of each layer once, so
+its time is that of reading them.
+
 The bound is computed first. With S slots for E experts a uniform router misses (E - S) / E of what
 it names, and the disk gives its bandwidth over those bytes.
 
@@ -19,6 +23,7 @@ whose experts all have slots against vLLM's alone.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import sys
 from collections.abc import Mapping
@@ -33,8 +38,9 @@ from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError
+from benchmarks.inputs.routing_trace import PUBLISHED, synthetic_routing
 from benchmarks.inputs.shapes import random_model_dir
-from benchmarks.peers.model import OLMOE_SHAPES, model_dir
+from benchmarks.peers.model import MIXTURES, model_dir
 from benchmarks.suites.experts import replay
 from benchmarks.suites.experts.offload_summary import (
     DEFINITIONS,
@@ -43,13 +49,18 @@ from benchmarks.suites.experts.offload_summary import (
     OURS,
     RESULT_KEYS,
     summarise,
+    summarise_prompt,
     table,
 )
+from benchmarks.suites.experts.routed_run import Run
 from vllm_tiered.experts.policy import POLICIES
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
 _LLAMA_THREADS = (2, 4, 8)
+
+PROMPT_TOKEN_BYTES = 256 << 10
+"""Memory that a token of a long prompt takes, generously."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +68,11 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.peers.model.OLMOE_SHAPES`.
+        long_prompt_tokens: tokens of the prompt that is timed by itself.
+        shape: a name of `benchmarks.peers.model.MIXTURES`.
         batches: numbers of requests that decode together.
-        memory_share: share of the weights that memory holds.
+        memory_share: share of the weights that memory holds beside what vLLM takes.
+        limit_gb: the limit itself, instead; 0 for `memory_share`.
         control_rounds: rounds of the control with a slot for each expert.
         in_memory: measure vLLM with all weights in memory, too, without a limit.
         peers_python: the interpreter that has llama.cpp beside it ("": this one).
@@ -71,9 +84,11 @@ class Settings:
     rounds: int
     batches: tuple[int, ...] = (1, 8)
     memory_share: float = 0.5
+    limit_gb: float = 0.0
     prompt_tokens: int = 12
+    long_prompt_tokens: int = 512
     threads: int = 2
-    policy: str = "lru"
+    policy: str = "lfu"
     control_rounds: int = 5
     in_memory: bool = True
     peers_python: str = ""
@@ -97,7 +112,9 @@ PROFILES: Mapping[str, Settings] = {
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
-    return 5 + len(settings.batches) * (1 + settings.rounds * (3 + settings.in_memory))
+    per_round = 3 + settings.in_memory
+    per_batch = 1 + settings.rounds * per_round
+    return 5 + len(settings.batches) * per_batch + 2 * settings.rounds + len(PUBLISHED)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -105,14 +122,14 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     folder = Path(settings.folder) if settings.folder else cache_root() / "out-of-core"
     folder.mkdir(parents=True, exist_ok=True)
     model = model_dir(settings.shape, folder)
-    weights = OLMOE_SHAPES[settings.shape].num_bytes
+    weights = MIXTURES[settings.shape].num_bytes
     step(f"{settings.shape}: {weights / 1e9:.1f} GB in {model}")
     are_equal = _tokens_are_equal(folder, settings)
     step(f"float32 tokens with few slots are vLLM's: {are_equal}")
     ratio = _ratio_all_in_slots(settings, folder)
     step(f"all experts in slots: {ratio:.3f} of vLLM's rate")
     resident = memory_capped.vllm_bytes(settings.load(1), folder)
-    limit = int(settings.memory_share * weights) + resident
+    limit = int(1e9 * settings.limit_gb) or int(settings.memory_share * weights) + resident
     step(f"vLLM alone has {resident / 1e9:.2f} GB resident: the limit is {limit / 1e9:.2f} GB")
     is_limited = can_limit()
     limit_bytes = limit if is_limited else None
@@ -122,6 +139,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     first = _fill(settings, model, store, weights)
     step(f"first start: {first['load_seconds']:.1f} s, which fills the file of experts")
     by_batch: dict[int, list[dict[str, dict[str, Any]]]] = {}
+    prompts: list[dict[str, dict[str, Any]]] = []
     near: dict[int, int] = {}
     skipped = lacking([LLAMA], settings.peers_python or sys.executable)
     for batch in settings.batches:
@@ -129,12 +147,19 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         llama, why = _llama_command(settings, model, folder, batch, limit_bytes, skipped)
         skipped |= why
         step(f"batch {batch}: llama.cpp {'runs here' if llama else 'is skipped'}")
+        if not by_batch:
+            prompts = [
+                _prompt_round(settings, model, store, near[batch], llama, limit_bytes, step)
+                for _ in range(settings.rounds)
+            ]
         by_batch[batch] = []
         for index in range(settings.rounds):
             by_batch[batch].append(
                 _round(settings, model, store, batch, near[batch], llama, index, limit_bytes, step)
             )
-    return summarise(OLMOE_SHAPES[settings.shape], by_batch, settings.prompt_tokens) | {
+    return summarise(MIXTURES[settings.shape], by_batch) | {
+        "prompt": summarise_prompt(settings.long_prompt_tokens, prompts),
+        "synthetic": _synthetic(settings, model, store, min(near.values()), limit_bytes, step),
         "tokens_equal_fp32": are_equal,
         "ratio_all_in_slots": ratio,
         "first_start_seconds": first["load_seconds"],
@@ -176,7 +201,7 @@ def _round(
         step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
     if llama is None:
         step(f"{LLAMA}: skipped")
-    num_experts = OLMOE_SHAPES[settings.shape].num_experts
+    num_experts = MIXTURES[settings.shape].num_experts
     slots = result[OURS]["manifest"]["experts"]["slots"]
     result["replayed"] = {
         policy: {
@@ -188,11 +213,81 @@ def _round(
     return result
 
 
+def _prompt_round(
+    settings: Settings,
+    model: Path,
+    store: Path,
+    near_bytes: int,
+    llama: list[str] | None,
+    limit_bytes: int | None,
+    step: Step,
+) -> dict[str, dict[str, Any]]:
+    """Time a long prompt once with each contender."""
+    disk = sequential_read_gb_per_s(sorted(model.glob("*.safetensors")))
+    result: dict[str, dict[str, Any]] = {"disk": {"gb_per_s": disk}}
+    long = dataclasses.replace(settings, prompt_tokens=settings.long_prompt_tokens, new_tokens=2)
+    # Its hidden states take memory that a decode step leaves free.
+    spared = int(near_bytes - settings.long_prompt_tokens * PROMPT_TOKEN_BYTES)
+    experts = {"near_gib": spared / 2**30, **_stored(store)}
+    commands = {OURS: _command(long, model, 1, experts)}
+    if llama is not None:
+        at = llama.index("--prompt-tokens") + 1
+        commands[LLAMA] = [*llama[:at], str(settings.long_prompt_tokens), *llama[at + 1 :]]
+    for name, command in commands.items():
+        drop_cached([store.parent])
+        result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
+        step(f"{name}: {result[name]['prefill_seconds']:.1f} s for a prompt")
+    if llama is None:
+        step(f"{LLAMA}: skipped")
+    return result
+
+
+def _synthetic(
+    settings: Settings,
+    model: Path,
+    store: Path,
+    near_bytes: int,
+    limit_bytes: int | None,
+    step: Step,
+) -> dict[str, dict[str, float]]:
+    """Decode with routing of published hit ratios, one request."""
+    settings = dataclasses.replace(settings, new_tokens=2 * settings.new_tokens)
+    shape, load = MIXTURES[settings.shape], settings.load(1)
+    file = store.parent / "synthetic-routing.json"
+    found = {}
+    for name, curve in PUBLISHED.items():
+        routing = synthetic_routing(
+            curve,
+            num_layers=shape.num_layers,
+            num_steps=settings.new_tokens + 8,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+        )
+        file.write_text(json.dumps(routing), encoding="utf-8")
+        run = Run(
+            model=str(model),
+            prompts=[[504 + 37 * i for i in range(settings.prompt_tokens)]],
+            new_tokens=settings.new_tokens,
+            kv_bytes=load.kv_bytes(shape),
+            experts={"near_gib": near_bytes / 2**30, "policy": settings.policy, **_stored(store)},
+            routing=str(file),
+        )
+        drop_cached([store.parent])
+        measured = memory_capped.measure(OURS, run.command(), limit_bytes, settings.threads)
+        use = measured["use"]
+        found[name] = {
+            "tokens_per_s": memory_capped.tokens_per_s(measured),
+            "hit_ratio": use["experts_hits"] / (use["experts_hits"] + use["experts_misses"]),
+        }
+        step(f"synthetic routing of {name}: {found[name]['tokens_per_s']:.3f} tokens/s")
+    return found
+
+
 def _command(
     settings: Settings, model: Path, batch: int, experts: Mapping[str, Any] | None
 ) -> list[str]:
     load = settings.load(batch)
-    kv_bytes = load.kv_bytes(OLMOE_SHAPES[settings.shape])
+    kv_bytes = load.kv_bytes(MIXTURES[settings.shape])
     tiered = None if experts is None else {"experts": dict(experts)}
     return memory_capped.decode_command(load, model, kv_bytes, tiered, "--random-tokens")
 
@@ -213,7 +308,7 @@ def _fill(settings: Settings, model: Path, store: Path, weights: int) -> dict[st
 
 def _near_bytes(settings: Settings, model: Path, store: Path, limit: int, batch: int) -> int:
     """Return the near memory that the limit leaves to slots, from a start with few of them."""
-    shape = OLMOE_SHAPES[settings.shape]
+    shape = MIXTURES[settings.shape]
     few = (shape.top_k + 0.1) * shape.num_layers * shape.expert_bytes
     short = dataclasses.replace(settings, new_tokens=4)
     command = _command(short, model, batch, {"near_gib": few / 2**30, **_stored(store)})
@@ -276,7 +371,7 @@ def _tokens_are_equal(folder: Path, settings: Settings) -> bool:
 def _ratio_all_in_slots(settings: Settings, folder: Path) -> float:
     """Return the rate of a model with a slot for each expert over vLLM's alone, interleaved."""
     model = model_dir("olmoe-0.9b", folder)
-    shape = OLMOE_SHAPES["olmoe-0.9b"]
+    shape = MIXTURES["olmoe-0.9b"]
     load = memory_capped.Load(prompt_tokens=12, new_tokens=40, threads=settings.threads)
     rates: dict[bool, list[float]] = {True: [], False: []}
     for number in range(settings.control_rounds):

@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.harness.memory_capped import tokens_per_s
 from benchmarks.harness.tables import markdown, number
-from benchmarks.peers.model import OlmoeShape
+from benchmarks.peers.model import OlmoeShape, Qwen3MoeShape
+from vllm_tiered.experts.hit_curve import UNIFORM, loaded_bytes
 
 OURS, LLAMA, IN_MEMORY = "vllm-tiered", "llama_cpp", "vLLM, all in memory"
 
@@ -21,6 +22,8 @@ RESULT_KEYS = (
     "tokens_equal_fp32",
     "ratio_all_in_slots",
     "by_batch",
+    "prompt",
+    "synthetic",
     "first_start_seconds",
     "near_bytes",
     "limit_bytes",
@@ -40,14 +43,17 @@ DEFINITIONS = {
     "disk_share": "bytes of missing experts over the steps' time, as a share of that bandwidth",
     "hit_ratio": "experts found in a slot over experts needed; expected: slots over experts",
     "replayed_hit_ratio": "by policy and slots: the last round's steps through the same slot table",
+    "prompt": "seconds of a prompt that wants nearly all experts, and the share of the disk's"
+    " bandwidth that reading them takes",
+    "synthetic": "one request whose routing has published hit ratios by construction, in slots of"
+    " the whole run, prompt included",
     "ratio_all_in_slots": "rate with a slot for each expert over vLLM's, median of ratios",
 }
 
 
 def summarise(
-    shape: OlmoeShape,
+    shape: OlmoeShape | Qwen3MoeShape,
     by_batch: Mapping[int, Sequence[Mapping[str, Mapping[str, Any]]]],
-    prompt_tokens: int,
 ) -> dict[str, Any]:
     """Return the figures of each batch, and the least of each over the batches."""
     batches = {str(batch): _of_batch(shape, batch, rounds) for batch, rounds in by_batch.items()}
@@ -58,20 +64,50 @@ def summarise(
     }
 
 
-def bound(shape: OlmoeShape, slots: int, batch: int, gb_per_s: float) -> float:
+def summarise_prompt(
+    num_tokens: int, rounds: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Return the figures of the long prompt: medians over the rounds."""
+    seconds = {
+        name: statistics.median(r[name]["prefill_seconds"] for r in rounds)
+        for name in rounds[0]
+        if name != "disk"
+    }
+    uses = [r[OURS]["prefill_use"] for r in rounds]
+    return {
+        "tokens": num_tokens,
+        "seconds": seconds,
+        "loaded_bytes": statistics.median(use["experts_storage_bytes"] for use in uses),
+        "disk_share": statistics.median(
+            r[OURS]["prefill_use"]["experts_storage_bytes"]
+            / r[OURS]["prefill_seconds"]
+            / 1e9
+            / r["disk"]["gb_per_s"]
+            for r in rounds
+        ),
+    }
+
+
+def bound(shape: OlmoeShape | Qwen3MoeShape, slots: int, batch: int, gb_per_s: float) -> float:
     """Return the tokens a second that the disk allows if each token's experts are uniform.
 
     A step of `batch` tokens needs E (1 - (1 - k / E)^batch) experts a layer; of those the share
     that no slot holds is read.
     """
-    needed = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** batch)
-    missing = needed * (1 - slots / shape.num_experts)
-    step_bytes = missing * shape.num_layers * shape.expert_bytes
+    step_bytes = loaded_bytes(
+        UNIFORM,
+        slots=slots,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        batch_size=batch,
+        num_layers=shape.num_layers,
+        bundle_bytes=shape.expert_bytes,
+    )
     return batch * gb_per_s * 1e9 / step_bytes
 
 
 def _of_batch(
-    shape: OlmoeShape, batch: int, rounds: Sequence[Mapping[str, Mapping[str, Any]]]
+    shape: OlmoeShape | Qwen3MoeShape, batch: int, rounds: Sequence[Mapping[str, Mapping[str, Any]]]
 ) -> dict[str, Any]:
     names = [name for name in rounds[0] if name not in ("disk", "replayed")]
     rates = {name: [tokens_per_s(r[name]) for r in rounds] for name in names}

@@ -8,13 +8,14 @@ it, so a replay with the run's slots and policy gives the run's hits.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_tiered.experts.policy import POLICIES
+from vllm_tiered.experts.policy import POLICIES, EvictionPolicy, Experts, Lru
 from vllm_tiered.experts.slot_table import SlotTable
 
 Trace = Mapping[str, Sequence[Sequence[int]]]
@@ -57,14 +58,96 @@ def hit_ratio(trace: Trace, first: int, num_experts: int, slots: int, policy: st
 
     Args:
         first: the step from which hits count.
-        policy: a name of `vllm_tiered.experts.policy.POLICIES`.
+        policy: a name of `REPLAYED`.
     """
     hits = needed = 0
     for steps in trace.values():
-        table = SlotTable(slots, POLICIES[policy](num_experts))
+        table = SlotTable(slots, REPLAYED[policy](num_experts))
         for number, wanted in enumerate(steps):
             waves = table.plan(np.array(wanted, dtype=np.int64))
             if number >= first:
                 hits += len(waves[0].experts)
                 needed += len(wanted)
     return hits / needed
+
+
+def shared_hit_ratio(
+    trace: Trace, first: int, num_experts: int, slots: int, policy: EvictionPolicy
+) -> float:
+    """Return the same share if all layers share their slots, `slots` for each of them.
+
+    Args:
+        policy: has all layers' experts.
+    """
+    layers = list(trace.values())
+    table = SlotTable(slots * len(layers), policy)
+    hits = needed = 0
+    for number, of_layers in enumerate(zip(*layers, strict=True)):
+        for layer, wanted in enumerate(of_layers):
+            waves = table.plan(layer * num_experts + np.array(wanted, dtype=np.int64))
+            if number >= first:
+                hits += len(waves[0].experts)
+                needed += len(wanted)
+    return hits / needed
+
+
+def best_hit_ratio(trace: Trace, first: int, num_experts: int, slots: int) -> float:
+    """Return the share with a policy that knows the future: no policy is better (Belady)."""
+    hits = needed = 0
+    for steps in trace.values():
+        table = SlotTable(slots, _Clairvoyant(num_experts, steps))
+        for number, wanted in enumerate(steps):
+            waves = table.plan(np.array(wanted, dtype=np.int64))
+            if number >= first:
+                hits += len(waves[0].experts)
+                needed += len(wanted)
+    return hits / needed
+
+
+class Window(EvictionPolicy):
+    """The expert that the last steps used least often leaves first, and of those the oldest."""
+
+    STEPS = 32
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._lru = Lru(num_experts)
+        self._recent: deque[Experts] = deque()
+        self._uses = np.zeros(num_experts, dtype=np.int64)
+
+    def use(self, experts: Experts) -> None:
+        """Count these, and forget the oldest step."""
+        self._lru.use(experts)
+        self._recent.append(experts)
+        self._uses[experts] += 1
+        if len(self._recent) > self.STEPS:
+            self._uses[self._recent.popleft()] -= 1
+
+    def order(self, experts: Experts) -> Experts:
+        """Return them by uses, then by last use."""
+        oldest_first = self._lru.order(experts)
+        return oldest_first[np.argsort(self._uses[oldest_first], kind="stable")]
+
+
+class _Clairvoyant(EvictionPolicy):
+    """The expert whose next use is farthest leaves first."""
+
+    def __init__(self, num_experts: int, steps: Sequence[Sequence[int]]) -> None:
+        super().__init__(num_experts)
+        self._uses: list[deque[int]] = [deque() for _ in range(num_experts)]
+        for number, wanted in enumerate(steps):
+            for expert in wanted:
+                self._uses[expert].append(number)
+
+    def use(self, experts: Experts) -> None:
+        for expert in experts:
+            self._uses[expert].popleft()
+
+    def order(self, experts: Experts) -> Experts:
+        never = 1 << 60
+        following = [self._uses[e][0] if self._uses[e] else never for e in experts]
+        return experts[np.argsort(np.negative(following), kind="stable")]
+
+
+REPLAYED: Mapping[str, type[EvictionPolicy]] = {**POLICIES, "window": Window}
+"""Policies by name: the product's, and one that is only replayed."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.inputs.relu_model import ReluModel, byte_text, relu_model_dir
+from benchmarks.inputs.byte_training import byte_text
+from benchmarks.inputs.relu_model import ReluModel, relu_model_dir
 from benchmarks.suites.ffn.quality_variants import by_low_rank
 from vllm_tiered.ffn.prepare.evaluate import Outcome, Variant, evaluate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights
