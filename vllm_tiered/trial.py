@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trial that measures in decode steps whether reading ahead is faster: off, on, off (A/B/A).
 
-The functions are pure. All ranks count the same steps, so they are in the same phase. Only the
-verdict needs the other ranks' times.
+The functions are pure. Ranks that count the same steps are in the same phase. Where they have to
+agree, the verdict needs the other ranks' times.
 
     batch 4 ─ warm ─┬─ off ─┬─ on ─┬─ off ─┬─ verdict for batches of 2 to 8
                     └ 16 steps ┘           batch 9: another trial

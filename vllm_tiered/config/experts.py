@@ -47,7 +47,7 @@ class ExpertsConfig(Section):
         OneOf(words=("auto", "on", "off")),
         "Load experts that the next layer's router would choose for this layer's hidden states, "
         'while the link is idle: always (`"on"`), or only if a trial in the first decode steps '
-        'finds that faster (`"auto"`).',
+        'finds that faster (`"auto"`, which leaves it off on a GPU and with a `fallback`).',
     )
 
     fallback: Literal["none", "int4"] = option(

@@ -250,7 +250,7 @@ def _synthetic(
     limit_bytes: int | None,
     step: Step,
 ) -> dict[str, dict[str, float]]:
-    """Decode with routing of published hit ratios, one request."""
+    """Decode with routing of the hit ratios that were published for LRU, one request."""
     settings = dataclasses.replace(settings, new_tokens=2 * settings.new_tokens)
     shape, load = MIXTURES[settings.shape], settings.load(1)
     file = store.parent / "synthetic-routing.json"
@@ -269,7 +269,7 @@ def _synthetic(
             prompts=[[504 + 37 * i for i in range(settings.prompt_tokens)]],
             new_tokens=settings.new_tokens,
             kv_bytes=load.kv_bytes(shape),
-            experts={"near_gib": near_bytes / 2**30, "policy": settings.policy, **_stored(store)},
+            experts={"near_gib": near_bytes / 2**30, "policy": "lru", **_stored(store)},
             routing=str(file),
         )
         drop_cached([store.parent])

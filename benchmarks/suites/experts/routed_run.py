@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.peers import PREFIX
 from benchmarks.suites.experts.replay import Recorder
 
@@ -86,6 +87,7 @@ def _run(run: Run) -> dict[str, Any]:
         enable_prefix_caching=False,
         max_model_len=longest,
         max_num_seqs=run.at_once,
+        block_size=KV_BLOCK_TOKENS,
         kv_cache_memory_bytes=run.kv_bytes,
         skip_tokenizer_init=True,
         additional_config={"tiered": tiered},

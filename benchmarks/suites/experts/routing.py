@@ -123,9 +123,9 @@ def num_steps(settings: Settings) -> int:
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
     """Measure; see the module's docstring."""
-    folder = cache_root() / "experts-routing"
-    folder.mkdir(parents=True, exist_ok=True)
     model = trained_mixture_dir(settings.mixture)
+    folder = cache_root() / f"experts-routing-{model.name}"  # a file of experts is of one model
+    folder.mkdir(parents=True, exist_ok=True)
     step(f"the trained mixture is in {model}")
     ratios: dict[str, Any] = {}
     shown: list[dict[str, Any]] = []

@@ -181,6 +181,36 @@ def test_an_expert_that_is_loaded_ahead_is_a_hit_and_takes_no_slot_in_use():
     made.device.close()
 
 
+def test_a_page_lost_ahead_is_an_error_only_for_a_step_that_wants_it(monkeypatch):
+    made = make(5)
+    x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.layer.load_ahead(np.array([7]))
+    (events,) = made.layer._ahead.values()
+    monkeypatch.setattr(
+        made.device, "failed_pages", lambda event: np.array([7] if event in events else [])
+    )
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    with pytest.raises(IntegrityError, match=r"pages \[7\] of its experts are lost"):
+        made.layer.compute(x, weights, torch.tensor([[0, 1, 7]]), made.run)
+    made.device.close()
+
+
+def test_a_slot_that_changes_hands_while_a_load_ahead_is_late():
+    """Expert 7 is on its way to the only idle slot when the step's expert 8 takes it."""
+    made = make(4, device=DelayedDevice(0, 0.02))
+    x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
+    made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.layer.load_ahead(np.array([7]))
+    for named in ([[0, 1, 8]], [[0, 1, 7]], [[1, 7, 8]]):
+        ids = torch.tensor(named)
+        found = made.layer.compute(x, weights, ids, made.run)
+        torch.testing.assert_close(found, made.expect(x, weights, ids), rtol=1e-5, atol=1e-5)
+        made.layer.table.check_integrity()
+    assert made.layer.stats.ahead_used == 0 and not made.layer._ahead
+    made.device.close()
+
+
 def test_the_next_layer_is_asked_once_all_experts_have_arrived():
     made = make(4, device=DelayedDevice(0, 0.002))
     calls = []

@@ -16,7 +16,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from vllm.forward_context import get_forward_context
 from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.experts import copies
-from vllm_tiered.adapter.experts.routers import Routing, routing_of
+from vllm_tiered.adapter.experts.lookahead import Lookahead
 from vllm_tiered.adapter.experts.tensors import (
     bundle_of,
     check_layer,
@@ -47,7 +46,6 @@ from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
-from vllm_tiered.experts.lookahead import MOST_TOKENS, LookaheadTrial
 from vllm_tiered.experts.policy import POLICIES
 from vllm_tiered.experts.slot_table import SlotTable
 from vllm_tiered.experts.store import KNOB, ExpertFile
@@ -127,7 +125,6 @@ class ExpertsEngine:
         self._stored_bytes = 0
         self._num_slots = 0
         self._is_complete = False
-        self._trial: LookaheadTrial | None = None
         self._near_bytes = self._far_bytes_now = 0
         self._compute_device = torch.device("cpu")
         self._before: dict[str, float] = {}
@@ -233,36 +230,15 @@ class ExpertsEngine:
         if self._has_fallback and not asked:
             return
         in_slots = [one for one in self._layers if one.experts is not None]
-        for one, following in pairwise(in_slots):
-            routing = routing_of(model, following.layer, one.layer.moe_config.hidden_dim)
-            if routing is not None:
-                assert one.experts is not None and following.experts is not None
-                one.experts.look_ahead = partial(self._load_ahead, routing, following.experts)
-                self._trial = LookaheadTrial(is_always_on=asked)
-        if self._trial is not None:
-            in_slots[0].begin_step = self._begin_step
+        pairs = [(one.layer, one.experts) for one in in_slots if one.experts is not None]
+        lookahead = Lookahead(model, pairs, is_always_on=asked, logs=self._rank == 0)
+        if lookahead.num_layers:
+            in_slots[0].begin_step = lookahead.begin_step
         elif asked and len(in_slots) > 1:
             raise UnsupportedError(
                 f"{in_slots[1].layer.layer_name}: its router cannot be called alone: leave "
                 "experts.prefetch out"
             )
-
-    def _begin_step(self, num_tokens: int) -> None:
-        assert self._trial is not None
-        measured = self._trial.begin_step(num_tokens)
-        if measured is not None and self._rank == 0:
-            logger.info(
-                "tiered experts: with batches of about %d, reading ahead takes %.2f of the time "
-                "without: %s",
-                measured.batch_size,
-                measured.ratio,
-                "kept" if measured.is_kept else "switched off",
-            )
-
-    def _load_ahead(self, routing: Routing, layer: ExpertLayer, x: torch.Tensor) -> None:
-        assert self._trial is not None
-        if self._trial.is_on and len(x) <= MOST_TOKENS:
-            layer.load_ahead(routing(x))
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
