@@ -13,8 +13,9 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -72,6 +73,37 @@ def sequential_read_gb_per_s(paths: Sequence[Path]) -> float:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def read_ahead_kib(path: Path) -> int | None:
+    """Return what the kernel reads ahead of a page fault on this path's disk; None if unknown."""
+    setting = _read_ahead_setting(path)
+    return None if setting is None else int(setting.read_text())
+
+
+@contextmanager
+def read_ahead(path: Path, kib: int | None) -> Iterator[None]:
+    """Let the kernel read `kib` ahead on this path's disk, and then what it did; None: leave it.
+
+    Files that are open already keep theirs. Raises OSError without the right to set it.
+    """
+    setting = _read_ahead_setting(path)
+    if kib is None or setting is None:
+        yield
+        return
+    before = setting.read_text()
+    setting.write_text(str(kib))
+    try:
+        yield
+    finally:
+        setting.write_text(before)
+
+
+def _read_ahead_setting(path: Path) -> Path | None:
+    device = os.stat(path).st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    files = [at / "queue" / "read_ahead_kb" for at in (node, node.parent)]  # or a partition's disk
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read_pass(calls: Sequence[tuple[int, int]], num_readers: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -81,10 +82,12 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     use: Counter[str] = Counter()
     prefill_use: Counter[str] = Counter()
     tokens: dict[str, list[int]] = {}
+    read_before = 0
     while engine.has_unfinished_requests():
         before = {name: len(ids) for name, ids in tokens.items()}
         if recorder and len(before) == args.batch and not seconds:
             recorder.begin()
+        before_step = _read_bytes()
         step_begin = time.perf_counter()
         outputs = engine.step()
         step_end = time.perf_counter()
@@ -94,6 +97,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         if len(before) == args.batch:
             if not seconds:
                 prefill_seconds = step_begin - begin
+                read_before = before_step
             if len(outputs) == args.batch:
                 seconds.append(step_end - step_begin)
                 use.update(used)
@@ -106,12 +110,18 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "prefill_seconds": prefill_seconds,
         "seconds_per_token": seconds,
         "batch": args.batch,
+        "read_bytes": _read_bytes() - read_before,
         "use": dict(use),
         "prefill_use": dict(prefill_use),
         "resident_bytes": psutil.Process().memory_info().rss,
         "tokens": [tokens[str(index)] for index in range(args.batch)],
         "manifest": manifest.current(),
     }
+
+
+def _read_bytes() -> int:
+    """Return what this process has read from disks, by the kernel's count."""
+    return 512 * resource.getrusage(resource.RUSAGE_SELF).ru_inblock
 
 
 def _prompt(num_tokens: int, llm: Any) -> list[int]:

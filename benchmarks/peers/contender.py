@@ -37,6 +37,7 @@ class Arguments:
     resident_share: float
     batch: int
     random_tokens: bool
+    routing: str
     prepare: bool
 
 
@@ -51,6 +52,7 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> A
     parser.add_argument("--resident-share", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=1, help="requests; llama.cpp alone takes more")
     parser.add_argument("--random-tokens", action="store_true", help="likewise")
+    parser.add_argument("--routing", default="", help="likewise: the experts of each step")
     parser.add_argument("--prepare", action="store_true", help="convert the model, then stop")
     values = parser.parse_args(argv)
     if not 0.0 <= values.resident_share <= 1.0:

@@ -2,21 +2,36 @@
 // Decode speed of llama.cpp from raw token ids, greedy; prints the line that the other contenders
 // print. Used through `python -m benchmarks.peers.llama_cpp`, which holds the defaults. All requests
 // have the same prompt but for its first token. With RANDOM 1 the next token is not the best one but
-// one at random, as the text of random weights soon repeats itself.
+// one at random, as the text of random weights soon repeats itself. "read_bytes" is what the timed
+// steps read from the disk, by the kernel's count: page faults with all that was read ahead.
 //
-//     llama_bench MODEL.gguf PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION [BATCH RANDOM]
+// With ROUTING, a text file of "layers steps experts" and then each layer's experts step by step, a
+// layer's decode steps want these experts in turn, a row for each request, whatever its router names.
+//
+//     llama_bench MODEL.gguf PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION
+//         [BATCH RANDOM [ROUTING]]
 #include "llama.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
 #include <random>
 #include <vector>
+
+#include <sys/resource.h>
 
 static double now() {
     using namespace std::chrono;
     return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+static long long read_bytes() {
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return 512LL * usage.ru_inblock;
 }
 
 static int fail(const char * what) {
@@ -24,17 +39,54 @@ static int fail(const char * what) {
     return 1;
 }
 
+struct Routing {
+    int layers = 0, steps = 0, experts = 0, requests = 1;
+    std::vector<int> ids;
+    std::vector<int> at; // next step of each layer
+
+    bool read(const char * path) {
+        std::ifstream file(path);
+        if (!(file >> layers >> steps >> experts)) {
+            return false;
+        }
+        ids.resize(size_t(layers) * steps * experts);
+        at.resize(layers);
+        for (int & id : ids) {
+            file >> id;
+        }
+        return bool(file);
+    }
+};
+
+static const char * const CHOSEN = "ffn_moe_topk-";
+
+// llama.cpp asks which nodes it shall stop after, and calls again there.
+static bool replace_experts(ggml_tensor * node, bool is_asking, void * user_data) {
+    const bool is_chosen = std::strncmp(node->name, CHOSEN, std::strlen(CHOSEN)) == 0;
+    Routing & routing = *static_cast<Routing *>(user_data);
+    if (is_asking || !is_chosen || node->ne[1] != routing.requests) {
+        return !is_asking || is_chosen;
+    }
+    const int layer = std::atoi(node->name + std::strlen(CHOSEN)) % routing.layers;
+    for (int request = 0; request < routing.requests; request++) {
+        const int step  = routing.at[layer]++ % routing.steps;
+        const int * ids = &routing.ids[(size_t(layer) * routing.steps + step) * routing.experts];
+        std::memcpy((char *) node->data + request * node->nb[1], ids, sizeof(int) * routing.experts);
+    }
+    return true;
+}
+
 int main(int argc, char ** argv) {
-    if (argc != 8 && argc != 10) {
-        return fail("expected MODEL PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION [BATCH RANDOM]");
+    if (argc != 8 && argc != 10 && argc != 11) {
+        return fail("expected MODEL PROMPT_TOKENS NEW_TOKENS THREADS FIRST_ID ID_STEP VERSION [BATCH RANDOM [ROUTING]]");
     }
     const int prompt_tokens = std::atoi(argv[2]);
     const int new_tokens    = std::atoi(argv[3]);
     const int threads       = std::atoi(argv[4]);
     const int first_id      = std::atoi(argv[5]);
     const int id_step       = std::atoi(argv[6]);
-    const int requests      = argc == 10 ? std::atoi(argv[8]) : 1;
-    const bool is_random    = argc == 10 && std::atoi(argv[9]) == 1;
+    const int requests      = argc >= 10 ? std::atoi(argv[8]) : 1;
+    const bool is_random    = argc >= 10 && std::atoi(argv[9]) == 1;
     if (prompt_tokens < 1 || new_tokens < 2 || threads < 1 || requests < 1) {
         return fail("expected at least 1 prompt token, 2 new tokens and 1 thread");
     }
@@ -60,6 +112,15 @@ int main(int argc, char ** argv) {
     context_params.kv_unified      = true;
     context_params.n_threads       = threads;
     context_params.n_threads_batch = threads;
+    Routing routing;
+    routing.requests = requests;
+    if (argc == 11) {
+        if (!routing.read(argv[10])) {
+            return fail("the routing cannot be read");
+        }
+        context_params.cb_eval           = replace_experts;
+        context_params.cb_eval_user_data = &routing;
+    }
     llama_context * context = llama_init_from_model(model, context_params);
     if (context == nullptr) {
         return fail("the context cannot be made");
@@ -88,6 +149,7 @@ int main(int argc, char ** argv) {
     }
     double prefill_seconds = 0;
     std::vector<double> seconds_per_token;
+    long long read_before = 0;
     std::mt19937 generator(0);
     for (int i = 0; i < new_tokens; i++) {
         std::vector<llama_token> next;
@@ -101,6 +163,7 @@ int main(int argc, char ** argv) {
         const double seconds = now() - since;
         if (i == 0) {
             prefill_seconds = seconds;
+            read_before = read_bytes();
         } else {
             seconds_per_token.push_back(seconds);
         }
@@ -114,10 +177,11 @@ int main(int argc, char ** argv) {
         }
     }
 
+    const long long read = read_bytes() - read_before;
     std::printf("PEER {\"peer\": \"llama_cpp\", \"version\": \"%s\", \"load_seconds\": %.6f, "
                 "\"prefill_seconds\": %.6f, \"model_bytes\": %llu, \"resident_bytes\": null, "
-                "\"batch\": %d, \"seconds_per_token\": [", argv[7], load_seconds, prefill_seconds,
-                (unsigned long long) llama_model_size(model), requests);
+                "\"batch\": %d, \"read_bytes\": %lld, \"seconds_per_token\": [", argv[7], load_seconds,
+                prefill_seconds, (unsigned long long) llama_model_size(model), requests, read);
     for (size_t i = 0; i < seconds_per_token.size(); i++) {
         std::printf("%s%.6f", i == 0 ? "" : ", ", seconds_per_token[i]);
     }

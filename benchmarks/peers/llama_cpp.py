@@ -223,7 +223,8 @@ def main() -> None:
         arguments.batch,
         int(arguments.random_tokens),
     )
-    os.execv(program, [str(program), str(target), *map(str, numbers)])
+    routing = [arguments.routing] if arguments.routing else []
+    os.execv(program, [str(program), str(target), *map(str, numbers), *routing])
 
 
 if __name__ == "__main__":

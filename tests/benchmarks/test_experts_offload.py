@@ -2,6 +2,7 @@
 """experts_offload: the bound, the limit of each contender, and the figures."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -38,18 +39,29 @@ class Runs:
     def __init__(self, monkeypatch):
         self.seen: list[tuple[str, int | None, list[str], int]] = []
         self.tokens = [[1, 2, 3]]
+        self.read_ahead: int | None = None
         monkeypatch.setattr(memory_capped, "measure", self)
+        monkeypatch.setattr(offload, "read_ahead", self.reading_ahead)
+        monkeypatch.setattr(offload, "read_ahead_kib", lambda path: 8192)
+
+    @contextmanager
+    def reading_ahead(self, path, kib):
+        self.read_ahead = kib
+        yield
+        self.read_ahead = None
 
     def __call__(self, name, command, limit_bytes, threads):
         self.seen.append((name, limit_bytes, list(command), threads))
         if name == LLAMA:
             threads = int(command[command.index("--threads") + 1])
-        seconds = {OURS: 0.5, LLAMA: 1.0 + abs(threads - 4) / 10, IN_MEMORY: 0.1}.get(name, 1.0)
+        llama = 1.0 + abs(threads - 8) / 40 + (self.read_ahead != 128)
+        seconds = {OURS: 0.5, LLAMA: llama, IN_MEMORY: 0.1}.get(name, 1.0)
         batch = int(command[command.index("--batch") + 1]) if "--batch" in command else 1
         return {
             "load_seconds": 3.0,
             "seconds_per_token": [seconds] * 4,
             "batch": batch,
+            "read_bytes": 4 * READ,
             "tokens": self.tokens,
             "prefill_seconds": 8 * seconds,
             "prefill_use": {"experts_storage_bytes": 6e9},
@@ -57,6 +69,8 @@ class Runs:
                 "experts_hits": 30.0,
                 "experts_misses": 10.0,
                 "experts_storage_bytes": 4.0 * READ,
+                "experts_ahead": 8.0,
+                "experts_ahead_used": 6.0,
                 "experts_wait_seconds": 1.0,
             },
             "resident_bytes": RESIDENT,
@@ -89,6 +103,9 @@ def test_figures_follow_from_the_runs(runs, tmp_path):
     assert set(offload.RESULT_KEYS) <= result.keys()
     one, eight = result["by_batch"]["1"], result["by_batch"]["8"]
     assert one["tokens_per_s"] == {OURS: 2.0, LLAMA: 1.0, IN_MEMORY: 10.0}
+    assert one["read_gb_per_step"][LLAMA] == READ / 1e9
+    ahead = result["lookahead"]
+    assert (ahead["ratio"], ahead["precision"]) == (1.0, 0.75)
     assert eight["tokens_per_s"][OURS] == 16.0
     assert result["speedup_vs_llama_cpp"] == pytest.approx(2.0)
     assert one["disk_share"] == pytest.approx(READ / 0.5 / 2e9)
@@ -102,7 +119,10 @@ def test_figures_follow_from_the_runs(runs, tmp_path):
     prompt = result["prompt"]
     assert prompt["seconds"] == {OURS: 4.0, LLAMA: 8.0}
     assert prompt["disk_share"] == pytest.approx(6.0 / 4.0 / 2.0)
-    assert [of["tokens_per_s"] for of in result["synthetic"].values()] == [2.0, 2.0]
+    assert [len(of) for of in result["synthetic"].values()] == [3, 1]
+    for of in result["synthetic"]["1"].values():
+        assert of["tokens_per_s"] == {OURS: 2.0, LLAMA: 1.0}
+        assert of["speedup_vs_llama_cpp"] == 2.0 and of["hit_ratio"] == 0.75
     json.dumps(result)
     assert "0.750 (0.250)" in offload.table(result)
 
@@ -128,16 +148,40 @@ def test_contenders_have_the_limit_and_ours_fills_it_with_slots(runs, tmp_path):
     near = limit - (RESIDENT - NEAR) - memory_capped.MARGIN_BYTES
     assert result["near_bytes"] == {"1": near}
     commands = {str(seen[2]) for seen in decoded if seen[:2] == (OURS, limit)}
-    (command,) = {one for one in commands if "'512'" not in one}
-    assert str(near / 2**30) in command
-    (long,) = commands - {command}
+    (long,) = {one for one in commands if "'512'" in one}
     assert str((near - 512 * offload.PROMPT_TOKEN_BYTES) / 2**30) in long
+    others = commands - {long}
+    assert all(str(near / 2**30) in one for one in others)
+    # Experts are read ahead as by default, not, and always.
+    assert len(others) == 3
+    assert {mode for mode in ("off", "on") for one in others if f'"prefetch": "{mode}"' in one} == {
+        "off",
+        "on",
+    }
 
 
-def test_llama_cpp_has_the_threads_that_suit_it(runs, tmp_path):
-    measured(tmp_path, batches=(1,))
+def test_llama_cpp_has_what_suits_it(runs, tmp_path):
+    _, _, result = measured(tmp_path, batches=(1,))
     commands = [command for name, _, command, _ in runs.seen if name == LLAMA]
-    assert [c[c.index("--threads") + 1] for c in commands] == ["2", "4", "8", *"44", *"44"]
+    threads = [command[command.index("--threads") + 1] for command in commands]
+    # Read-ahead with 4 threads, then the threads; rounds of prompt, decoding, and three routings.
+    assert threads == [*"444", "2", "8", *"88", *"88", *"88" * 3]
+    assert result["llama_cpp"] == {"1": {"threads": 8, "read_ahead_kib": 128}}
+
+
+def test_without_the_right_to_set_it_llama_cpp_has_this_machines_read_ahead(
+    runs, tmp_path, monkeypatch
+):
+    @contextmanager
+    def refused(path, kib):
+        if kib is not None:
+            raise PermissionError("no")
+        yield
+
+    monkeypatch.setattr(offload, "read_ahead", refused)
+    _, _, result = measured(tmp_path, batches=(1,))
+    assert result["llama_cpp"] == {"1": {"threads": 8, "read_ahead_kib": 8192}}
+    assert not result["skipped_peers"]
 
 
 def test_a_peer_that_fails_is_skipped_and_said(runs, tmp_path, monkeypatch):

@@ -116,6 +116,7 @@ def test_the_command_line_is_what_the_contenders_read(peer, tmp_path):
         resident_share=0.25,
         batch=3,
         random_tokens=False,
+        routing="",
         prepare=True,
     )
 

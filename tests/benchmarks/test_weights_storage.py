@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import peers
-from benchmarks.harness import memory_capped
+from benchmarks.harness import disk, memory_capped
 from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
@@ -148,3 +148,22 @@ def test_the_disk_is_read_past_the_cache(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(24 << 20))
     assert sequential_read_gb_per_s([path]) > 0
+
+
+def test_read_ahead_is_set_and_set_back(tmp_path, monkeypatch):
+    setting = tmp_path / "read_ahead_kb"
+    setting.write_text("8192\n")
+    monkeypatch.setattr(disk, "_read_ahead_setting", lambda path: setting)
+    with pytest.raises(RuntimeError), disk.read_ahead(tmp_path, 128):
+        assert disk.read_ahead_kib(tmp_path) == 128
+        raise RuntimeError
+    assert disk.read_ahead_kib(tmp_path) == 8192
+    with disk.read_ahead(tmp_path, None):
+        assert disk.read_ahead_kib(tmp_path) == 8192
+
+
+def test_a_disk_without_the_setting_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_read_ahead_setting", lambda path: None)
+    assert disk.read_ahead_kib(tmp_path) is None
+    with disk.read_ahead(tmp_path, 128):
+        pass

@@ -3,15 +3,19 @@
 
 Every contender decodes the same model of random weights under the same memory limit, page cache
 included: a share of the weights plus what vLLM itself takes with an almost empty model. The plugin
-keeps in slots what fits; llama.cpp maps the model file, with as many threads as suit it best.
-Tokens are drawn at random (by vLLM from almost even probabilities), so that routers of random
-weights choose almost uniformly: the worst case, without locality. Rounds are interleaved. Each
-begins by measuring the disk's own sequential bandwidth, and with none of the files in the page
-cache.
+keeps in slots what fits; llama.cpp maps the model file, with as many threads, and as much read
+ahead of a page fault, as suit it best. Tokens are drawn at random (by vLLM from almost even
+probabilities), so that routers of random weights choose almost uniformly: the worst case, without
+locality, if the hits say so. Rounds are interleaved. Each begins by measuring the disk's own
+sequential bandwidth, and with none of the files in the page cache.
 
-Then the routers' choice is replaced by synthetic routing that has published hit ratios: what
-locality gives. A longer prompt is timed, too: it wants nearly every expert of each layer once, so
-its time is that of reading them.
+Then the routers' choice is replaced, in llama.cpp, too: by uniform routing, as a random model's own
+may have locality, and by synthetic routing with published hit ratios. And a longer prompt is timed:
+it wants nearly every expert of each layer once, so its time is that of reading them.
+
+Reading experts ahead is measured last, off and on in turn. A random model's hidden states hardly
+change from layer to layer here, so that the next router is foreseen nearly always: the most that
+reading ahead can give.
 
 The bound is computed first. With S slots for E experts a uniform router misses (E - S) / E of what
 it names, and the disk gives its bandwidth over those bytes.
@@ -27,13 +31,14 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
-from benchmarks.harness.disk import sequential_read_gb_per_s
+from benchmarks.harness.disk import read_ahead, read_ahead_kib, sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
@@ -49,7 +54,9 @@ from benchmarks.suites.experts.offload_summary import (
     OURS,
     RESULT_KEYS,
     summarise,
+    summarise_lookahead,
     summarise_prompt,
+    summarise_synthetic,
     table,
 )
 from benchmarks.suites.experts.routed_run import Run
@@ -57,7 +64,9 @@ from vllm_tiered.experts.policy import POLICIES
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
-_LLAMA_THREADS = (2, 4, 8)
+_LLAMA_THREADS = (4, 2, 8)
+_READ_AHEAD_KIB = (None, 128, 1024)
+"""Read ahead of a page fault: what this machine has, Linux's default, and between."""
 
 PROMPT_TOKEN_BYTES = 256 << 10
 """Memory that a token of a long prompt takes, generously."""
@@ -74,6 +83,8 @@ class Settings:
         memory_share: share of the weights that memory holds beside what vLLM takes.
         limit_gb: the limit itself, instead; 0 for `memory_share`.
         control_rounds: rounds of the control with a slot for each expert.
+        lookahead_rounds: rounds of reading ahead, off and on.
+        curves: published hit curves that one request's routing gets.
         in_memory: measure vLLM with all weights in memory, too, without a limit.
         peers_python: the interpreter that has llama.cpp beside it ("": this one).
         folder: where models and stores are kept, on the disk under test ("": the cache folder).
@@ -90,6 +101,8 @@ class Settings:
     threads: int = 2
     policy: str = "lfu"
     control_rounds: int = 5
+    lookahead_rounds: int = 3
+    curves: tuple[str, ...] = tuple(PUBLISHED)
     in_memory: bool = True
     peers_python: str = ""
     folder: str = ""
@@ -105,16 +118,38 @@ class Settings:
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(shape="olmoe-0.9b", new_tokens=24, rounds=1, batches=(1,), control_rounds=1),
+    "quick": Settings(
+        shape="olmoe-0.9b",
+        new_tokens=24,
+        rounds=1,
+        batches=(1,),
+        control_rounds=1,
+        lookahead_rounds=0,
+        curves=("imp #2061",),
+    ),
     "full": Settings(shape="olmoe-7b", new_tokens=32, rounds=3),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Llama:
+    """llama.cpp at its best.
+
+    Attributes:
+        read_ahead_kib: what the kernel reads ahead of a page fault; None for the machine's own.
+    """
+
+    command: list[str]
+    read_ahead_kib: int | None
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
     per_round = 3 + settings.in_memory
     per_batch = 1 + settings.rounds * per_round
-    return 5 + len(settings.batches) * per_batch + 2 * settings.rounds + len(PUBLISHED)
+    routings = sum(len(_routings(settings, batch)) for batch in settings.batches)
+    others = 2 * settings.rounds * (1 + routings) + 2 * settings.lookahead_rounds
+    return 5 + len(settings.batches) * per_batch + others
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -140,13 +175,20 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     step(f"first start: {first['load_seconds']:.1f} s, which fills the file of experts")
     by_batch: dict[int, list[dict[str, dict[str, Any]]]] = {}
     prompts: list[dict[str, dict[str, Any]]] = []
+    synthetic: dict[str, Any] = {}
     near: dict[int, int] = {}
+    tuned: dict[int, dict[str, int | None]] = {}
     skipped = lacking([LLAMA], settings.peers_python or sys.executable)
     for batch in settings.batches:
         near[batch] = _near_bytes(settings, model, store, limit, batch)
         llama, why = _llama_command(settings, model, folder, batch, limit_bytes, skipped)
         skipped |= why
-        step(f"batch {batch}: llama.cpp {'runs here' if llama else 'is skipped'}")
+        if llama:
+            tuned[batch] = {
+                "threads": int(llama.command[llama.command.index("--threads") + 1]),
+                "read_ahead_kib": llama.read_ahead_kib or read_ahead_kib(folder),
+            }
+        step(f"batch {batch}: llama.cpp {tuned.get(batch, 'is skipped')}")
         if not by_batch:
             prompts = [
                 _prompt_round(settings, model, store, near[batch], llama, limit_bytes, step)
@@ -157,9 +199,14 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             by_batch[batch].append(
                 _round(settings, model, store, batch, near[batch], llama, index, limit_bytes, step)
             )
+        synthetic[str(batch)] = _synthetic(
+            settings, model, store, batch, near[batch], llama, limit_bytes, step
+        )
     return summarise(MIXTURES[settings.shape], by_batch) | {
         "prompt": summarise_prompt(settings.long_prompt_tokens, prompts),
-        "synthetic": _synthetic(settings, model, store, min(near.values()), limit_bytes, step),
+        "synthetic": synthetic,
+        "lookahead": _lookahead(settings, model, store, min(near.values()), limit_bytes, step),
+        "llama_cpp": {str(batch): best for batch, best in tuned.items()},
         "tokens_equal_fp32": are_equal,
         "ratio_all_in_slots": ratio,
         "first_start_seconds": first["load_seconds"],
@@ -178,7 +225,7 @@ def _round(
     store: Path,
     batch: int,
     near_bytes: int,
-    llama: list[str] | None,
+    llama: _Llama | None,
     index: int,
     limit_bytes: int | None,
     step: Step,
@@ -190,14 +237,15 @@ def _round(
     experts = {"near_gib": near_bytes / 2**30, "policy": settings.policy, **_stored(store)}
     commands = {OURS: (_command(settings, model, batch, experts), limit_bytes)}
     if llama is not None:
-        commands[LLAMA] = (llama, limit_bytes)
+        commands[LLAMA] = (llama.command, limit_bytes)
     if settings.in_memory:
         commands[IN_MEMORY] = (_command(settings, model, batch, None), None)
     trace = store.parent / "experts-trace.json"
     for name, (command, limit) in memory_capped.rotated(list(commands.items()), index):
         drop_cached([store.parent])
         recorded = [*command, "--trace", str(trace)] if name == OURS else command
-        result[name] = memory_capped.measure(name, recorded, limit, settings.threads)
+        with _read_ahead(store, name, llama):
+            result[name] = memory_capped.measure(name, recorded, limit, settings.threads)
         step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
     if llama is None:
         step(f"{LLAMA}: skipped")
@@ -218,7 +266,7 @@ def _prompt_round(
     model: Path,
     store: Path,
     near_bytes: int,
-    llama: list[str] | None,
+    llama: _Llama | None,
     limit_bytes: int | None,
     step: Step,
 ) -> dict[str, dict[str, Any]]:
@@ -231,55 +279,85 @@ def _prompt_round(
     experts = {"near_gib": spared / 2**30, **_stored(store)}
     commands = {OURS: _command(long, model, 1, experts)}
     if llama is not None:
-        at = llama.index("--prompt-tokens") + 1
-        commands[LLAMA] = [*llama[:at], str(settings.long_prompt_tokens), *llama[at + 1 :]]
+        at = llama.command.index("--prompt-tokens") + 1
+        commands[LLAMA] = [*llama.command]
+        commands[LLAMA][at] = str(settings.long_prompt_tokens)
     for name, command in commands.items():
         drop_cached([store.parent])
-        result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
+        with _read_ahead(store, name, llama):
+            result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
         step(f"{name}: {result[name]['prefill_seconds']:.1f} s for a prompt")
     if llama is None:
         step(f"{LLAMA}: skipped")
     return result
 
 
+def _routings(settings: Settings, batch: int) -> dict[str, Mapping[float, float]]:
+    """Return hit curves by name; the published ones are of one request."""
+    routings: dict[str, Mapping[float, float]] = {"uniform": {}}
+    if batch == 1:
+        routings |= {name: PUBLISHED[name] for name in settings.curves}
+    return routings
+
+
 def _synthetic(
     settings: Settings,
     model: Path,
     store: Path,
+    batch: int,
     near_bytes: int,
+    llama: _Llama | None,
     limit_bytes: int | None,
     step: Step,
-) -> dict[str, dict[str, float]]:
-    """Decode with routing of the hit ratios that were published for LRU, one request."""
-    settings = dataclasses.replace(settings, new_tokens=2 * settings.new_tokens)
-    shape, load = MIXTURES[settings.shape], settings.load(1)
-    file = store.parent / "synthetic-routing.json"
+) -> dict[str, dict[str, Any]]:
+    """Decode with uniform routing, and one request with the hit ratios published for LRU.
+
+    Ours keeps experts by LRU too, so that its hits are the published ones.
+    """
+    shape, load = MIXTURES[settings.shape], settings.load(batch)
+    num_rows = batch * (settings.new_tokens + 8)
+    file, llamas_file = store.parent / "synthetic-routing.json", store.parent / "routing.txt"
     found = {}
-    for name, curve in PUBLISHED.items():
+    for name, curve in _routings(settings, batch).items():
         routing = synthetic_routing(
             curve,
             num_layers=shape.num_layers,
-            num_steps=settings.new_tokens + 8,
+            num_steps=num_rows,
             num_experts=shape.num_experts,
             top_k=shape.top_k,
         )
         file.write_text(json.dumps(routing), encoding="utf-8")
+        sizes = (shape.num_layers, num_rows, shape.top_k)
+        ids = [expert for layer in routing for chosen in layer for expert in chosen]
+        llamas_file.write_text(" ".join(map(str, (*sizes, *ids))), encoding="utf-8")
         run = Run(
             model=str(model),
-            prompts=[[504 + 37 * i for i in range(settings.prompt_tokens)]],
+            prompts=[
+                [504 + 37 * i + request for i in range(settings.prompt_tokens)]
+                for request in range(batch)
+            ],
             new_tokens=settings.new_tokens,
+            at_once=batch,
             kv_bytes=load.kv_bytes(shape),
             experts={"near_gib": near_bytes / 2**30, "policy": "lru", **_stored(store)},
             routing=str(file),
         )
-        drop_cached([store.parent])
-        measured = memory_capped.measure(OURS, run.command(), limit_bytes, settings.threads)
-        use = measured["use"]
-        found[name] = {
-            "tokens_per_s": memory_capped.tokens_per_s(measured),
-            "hit_ratio": use["experts_hits"] / (use["experts_hits"] + use["experts_misses"]),
-        }
-        step(f"synthetic routing of {name}: {found[name]['tokens_per_s']:.3f} tokens/s")
+        commands = {OURS: run.command()}
+        if llama is not None:
+            commands[LLAMA] = [*llama.command, "--routing", str(llamas_file)]
+        runs: list[dict[str, dict[str, Any]]] = []
+        for index in range(settings.rounds):
+            runs.append({})
+            for who, command in memory_capped.rotated(list(commands.items()), index):
+                drop_cached([store.parent])
+                with _read_ahead(store, who, llama):
+                    measured = memory_capped.measure(who, command, limit_bytes, settings.threads)
+                runs[-1][who] = measured
+                rate = memory_capped.tokens_per_s(measured)
+                step(f"batch {batch}, routing {name}, {who}: {rate:.3f} tokens/s")
+            if llama is None:
+                step(f"{LLAMA}: skipped")
+        found[name] = summarise_synthetic(runs)
     return found
 
 
@@ -324,11 +402,15 @@ def _llama_command(
     batch: int,
     limit_bytes: int | None,
     skipped: Mapping[str, str],
-) -> tuple[list[str] | None, dict[str, str]]:
-    """Return llama.cpp's command with the threads that suit it best, or why there is none."""
+) -> tuple[_Llama | None, dict[str, str]]:
+    """Return llama.cpp with what suits it best, or why there is none.
+
+    The read-ahead is chosen with the first number of threads, then the threads with the best one.
+    """
     if skipped:
         return None, {}
-    best: tuple[float, list[str]] | None = None
+    rates: dict[tuple[int, int | None], float] = {}
+    commands: dict[int, list[str]] = {}
     failed = ""
     for threads in _LLAMA_THREADS:
         runs = PeerRuns(
@@ -337,18 +419,55 @@ def _llama_command(
             folder=folder / "peers" / settings.shape,
             load=dataclasses.replace(settings.load(batch), threads=threads),
         )
-        try:
-            runs.prepare(LLAMA)
-            drop_cached([folder])
-            short = [*runs.command(LLAMA, 0.0, new_tokens=6), "--random-tokens"]
-            measured = memory_capped.measure(LLAMA, short, limit_bytes, settings.threads)
-        except MeasurementError as error:
-            failed = str(error)
-            continue
-        rate = memory_capped.tokens_per_s(measured)
-        if best is None or rate > best[0]:
-            best = rate, [*runs.command(LLAMA, 0.0), "--random-tokens"]
-    return (None, {LLAMA: failed}) if best is None else (best[1], {})
+        short = [*runs.command(LLAMA, 0.0, new_tokens=6), "--random-tokens"]
+        commands[threads] = [*runs.command(LLAMA, 0.0), "--random-tokens"]
+        for kib in [max(rates, key=lambda key: rates[key])[1]] if rates else _READ_AHEAD_KIB:
+            try:
+                runs.prepare(LLAMA)
+                drop_cached([folder])
+                with read_ahead(folder, kib):
+                    measured = memory_capped.measure(LLAMA, short, limit_bytes, settings.threads)
+            except (MeasurementError, OSError) as error:
+                failed = str(error)
+            else:
+                rates[threads, kib] = memory_capped.tokens_per_s(measured)
+    if not rates:
+        return None, {LLAMA: failed}
+    threads, kib = max(rates, key=lambda key: rates[key])
+    return _Llama(command=commands[threads], read_ahead_kib=kib), {}
+
+
+def _read_ahead(store: Path, name: str, llama: _Llama | None) -> AbstractContextManager[None]:
+    """Return the read-ahead that a contender is measured with."""
+    if name == LLAMA and llama is not None:
+        return read_ahead(store, llama.read_ahead_kib)
+    return nullcontext()
+
+
+def _lookahead(
+    settings: Settings,
+    model: Path,
+    store: Path,
+    near_bytes: int,
+    limit_bytes: int | None,
+    step: Step,
+) -> dict[str, Any]:
+    """Decode one request with experts read ahead and without, interleaved."""
+    runs: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
+    for index in range(settings.lookahead_rounds):
+        for mode in memory_capped.rotated(list(runs), index):
+            experts = {
+                "near_gib": near_bytes / 2**30,
+                "policy": settings.policy,
+                "prefetch": mode,
+                **_stored(store),
+            }
+            drop_cached([store.parent])
+            command = _command(settings, model, 1, experts)
+            measured = memory_capped.measure(OURS, command, limit_bytes, settings.threads)
+            runs[mode].append(measured)
+            step(f"reading ahead {mode}: {memory_capped.tokens_per_s(measured):.3f} tokens/s")
+    return summarise_lookahead(runs)
 
 
 def _tokens_are_equal(folder: Path, settings: Settings) -> bool:

@@ -24,6 +24,8 @@ RESULT_KEYS = (
     "by_batch",
     "prompt",
     "synthetic",
+    "lookahead",
+    "llama_cpp",
     "first_start_seconds",
     "near_bytes",
     "limit_bytes",
@@ -45,8 +47,13 @@ DEFINITIONS = {
     "replayed_hit_ratio": "by policy and slots: the last round's steps through the same slot table",
     "prompt": "seconds of a prompt that wants nearly all experts, and the share of the disk's"
     " bandwidth that reading them takes",
-    "synthetic": "one request whose routing has published hit ratios by construction, in slots of"
-    " the whole run, prompt included",
+    "synthetic": "by requests, with routing that is uniform, or has published hit ratios, by"
+    " construction; hits of the whole run, prompt included",
+    "lookahead": "rates without and with experts read ahead, and the median of the ratios;"
+    " precision: share of what was read ahead that the router then named",
+    "llama_cpp": "threads, and KiB that the kernel reads ahead of a page fault: the best of 2, 4"
+    " and 8, and of this machine's own, 128 and 1,024",
+    "read_gb_per_step": "what a step's process read from the disk, by the kernel's count",
     "ratio_all_in_slots": "rate with a slot for each expert over vLLM's, median of ratios",
 }
 
@@ -85,6 +92,38 @@ def summarise_prompt(
             / r["disk"]["gb_per_s"]
             for r in rounds
         ),
+    }
+
+
+def summarise_synthetic(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the figures of one synthetic routing; ratios are medians over the rounds."""
+    rates = {name: [tokens_per_s(r[name]) for r in rounds] for name in rounds[0]}
+    use = rounds[-1][OURS]["use"]
+    return {
+        "tokens_per_s": {name: statistics.median(values) for name, values in rates.items()},
+        "tokens_per_s_by_round": rates,
+        "speedup_vs_llama_cpp": _ratio(rates[OURS], rates.get(LLAMA)),
+        "hit_ratio": use["experts_hits"] / (use["experts_hits"] + use["experts_misses"]),
+    }
+
+
+def summarise_lookahead(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the figures of reading ahead, by "off" and "on"; nothing without a run."""
+    if not runs["on"]:
+        return {}
+    rates = {mode: [tokens_per_s(run) for run in of] for mode, of in runs.items()}
+    ahead = [run["use"] for run in runs["on"]]
+    return {
+        "tokens_per_s": {mode: statistics.median(values) for mode, values in rates.items()},
+        "tokens_per_s_by_round": rates,
+        "ratio": _ratio(rates["on"], rates["off"]),
+        "precision": statistics.median(
+            use["experts_ahead_used"] / max(1.0, use["experts_ahead"]) for use in ahead
+        ),
+        "bytes_per_step": {
+            mode: statistics.median(_bytes_read(run) / len(run["seconds_per_token"]) for run in of)
+            for mode, of in runs.items()
+        },
     }
 
 
@@ -138,6 +177,12 @@ def _of_batch(
         ),
         "expected_hit_ratio": slots / shape.num_experts,
         "replayed_hit_ratio": rounds[-1]["replayed"],
+        "read_gb_per_step": {
+            name: statistics.median(
+                r[name]["read_bytes"] / len(r[name]["seconds_per_token"]) / 1e9 for r in rounds
+            )
+            for name in names
+        },
         "wait_share": statistics.median(
             use["experts_wait_seconds"] / sum(run["seconds_per_token"])
             for use, run in zip(uses, ours, strict=True)

@@ -73,7 +73,8 @@ def _run(run: Run) -> dict[str, Any]:
 
     recorder = Recorder() if run.trace else None
     if run.routing:
-        _replace_routing(json.loads(Path(run.routing).read_text(encoding="utf-8")))
+        chosen = json.loads(Path(run.routing).read_text(encoding="utf-8"))
+        _replace_routing(chosen, run.at_once)
     longest = max(map(len, run.prompts)) + run.new_tokens
     tiered: dict[str, Any] = {"kv": {"enabled": False}}
     if run.experts:
@@ -147,8 +148,8 @@ def _nll(output: Any) -> list[float]:
     return [-found[token].logprob for token, found in list(pairs)[1:]]
 
 
-def _replace_routing(chosen: list[list[list[int]]]) -> None:
-    """Let each layer's steps of one token want the experts that are given, in turn."""
+def _replace_routing(chosen: list[list[list[int]]], at_once: int) -> None:
+    """Let each layer's decode steps want the experts that are given, in turn, a row a request."""
     import torch
 
     from vllm_tiered.experts.layer import ExpertLayer
@@ -159,10 +160,12 @@ def _replace_routing(chosen: list[list[list[int]]]) -> None:
 
     def routed(layer: Any, x: Any, weights: Any, ids: Any, run: Any) -> Any:
         number = layers.setdefault(layer.name, len(layers))
-        if len(ids) == 1:
+        if len(ids) == at_once:
             of_layer = chosen[number % len(chosen)]
-            step = steps[layer.name] = steps.get(layer.name, -1) + 1
-            ids = torch.tensor([of_layer[step % len(of_layer)]], dtype=ids.dtype)
+            first = steps.get(layer.name, 0)
+            steps[layer.name] = first + at_once
+            rows = [of_layer[(first + row) % len(of_layer)] for row in range(at_once)]
+            ids = torch.tensor(rows, dtype=ids.dtype)
         return compute(layer, x, weights, ids, run)
 
     setattr(ExpertLayer, "compute", routed)  # noqa: B010
