@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as DEQUANT_LINEAR
+from vllm_tiered.kernels.expert_slots.kernel import VARIANTS as EXPERT_SLOTS
 from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
 from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
 from vllm_tiered.kernels.neuron_cache.kernel import VARIANTS as NEURON_CACHE
@@ -33,6 +34,7 @@ from vllm_tiered.kernels.variants import Variant
 
 VARIANTS: tuple[Variant, ...] = (
     *DEQUANT_LINEAR,
+    *EXPERT_SLOTS,
     *KV_PAGES,
     *L2_PREFETCH,
     *NEURON_CACHE,

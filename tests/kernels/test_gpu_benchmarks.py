@@ -19,6 +19,7 @@ from benchmarks.harness.runner import MeasurementError
 from benchmarks.suites.gpu import device as gpu_device
 from benchmarks.suites.gpu import (
     kernel_dequant_linear,
+    kernel_expert_slots,
     kernel_kv_pages,
     kernel_neuron_cache,
     kernel_neuron_ffn,
@@ -152,6 +153,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_select_neurons, "_NEURONS", {"Llama-13B": 300, "OPT-13B": 512})
     monkeypatch.setattr(kernel_select_neurons, "_TOKENS", (1, 4))
     monkeypatch.setattr(kernel_neuron_cache, "_NEURONS", {"Llama-13B": 300})
+    monkeypatch.setattr(kernel_expert_slots, "_LAYERS", {"OLMoE": (16, 4, 8, 4096)})
     matrices = {"up": (70, 128), "down": (128, 192)}
     monkeypatch.setattr(kernel_dequant_linear, "_MATRICES", matrices)
     # The interpreter's time is per call: few programs, each with much work.
@@ -199,6 +201,14 @@ def test_the_index_is_measured_against_the_hosts(device, small):
     found = result["by_kernel"]["neuron_cache"]
     assert [case["torch_us"].keys() for case in found] == [{"the host's"}] * 4
     assert not result["targets"]
+
+
+def test_slots_are_measured_against_the_hosts_and_against_copies(device, small):
+    result = checked(kernels, kernels.Settings(kernels=("expert_slots",), repeats=1))
+    resolving, filling = result["by_kernel"]["expert_slots"]
+    assert resolving["torch_us"].keys() == {"the host's"}
+    assert filling["torch_us"].keys() == {"copies one by one"}
+    assert filling["num_bytes"] == 2 * 4 * 4096 and not result["targets"]
 
 
 def test_matmuls_with_4_bit_matrices_are_measured(device, small):
@@ -250,6 +260,19 @@ def one_row_less(run):
     return changed
 
 
+def one_expert_less(run):
+    def changed(index, ids, **options):
+        ids = ids.clone()
+        ids[0, 0] = ids[0, 1]
+        return run(index, ids, **options)
+
+    return changed
+
+
+def no_row(run):
+    return lambda *given, **options: None
+
+
 def one_feature_less(run):
     def changed(x_BK, *given, **options):
         x_BK = x_BK.clone()
@@ -266,6 +289,8 @@ def one_feature_less(run):
         ("neuron_ffn", "load_and_compute", one_present_less),
         ("neuron_ffn", "load_and_compute", nothing_loaded),
         ("neuron_cache", "plan", one_row_less),
+        ("expert_slots", "resolve", one_expert_less),
+        ("expert_slots", "fill", no_row),
         ("select_neurons", "select", one_chosen_less),
         ("dequant_linear", "linear", one_feature_less),
     ],

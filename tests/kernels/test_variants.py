@@ -14,6 +14,9 @@ import torch
 
 from vllm_tiered.kernels.dequant_linear import api as dequant_linear
 from vllm_tiered.kernels.dequant_linear.reference import GROUP
+from vllm_tiered.kernels.expert_slots import api as expert_slots
+from vllm_tiered.kernels.expert_slots.index import empty_index as empty_slots
+from vllm_tiered.kernels.expert_slots.index import empty_plan
 from vllm_tiered.kernels.kv_pages import api as kv_pages
 from vllm_tiered.kernels.l2_prefetch import api as l2_prefetch
 from vllm_tiered.kernels.neuron_cache import api as neuron_cache
@@ -183,6 +186,19 @@ def index_calls() -> Iterator[Callable[[], object]]:
         yield partial(neuron_cache.plan, index, reached_N)
 
 
+def expert_calls() -> Iterator[Callable[[], object]]:
+    near = torch.device("cpu")
+    for num_experts, decay in ((64, 0.99), (128, None), (512, 0.99)):
+        table = empty_slots(num_experts, num_experts // 2, decay, near)
+        ids = torch.empty((2, 8), dtype=torch.int32)
+        yield partial(expert_slots.resolve, table, ids)
+    plan = empty_plan(table, ids)
+    for row in ((1024, 2048), (7,)):  # whole words, and bytes
+        dtype = torch.bfloat16 if len(row) > 1 else torch.uint8
+        rows, slots = torch.empty((4, *row), dtype=dtype), torch.empty((2, *row), dtype=dtype)
+        yield partial(expert_slots.fill, plan, rows, slots)
+
+
 def page_calls() -> Iterator[Callable[[], object]]:
     pages, ids = torch.empty((64, 8192), dtype=torch.int32), torch.empty(8, dtype=torch.int64)
     yield partial(kv_pages.copy_pages, pages, ids, pages, ids)
@@ -218,6 +234,7 @@ CALLS = {
     "neuron_cache": index_calls,
     "dequant_linear": linear_calls,
     "select_neurons": select_calls,
+    "expert_slots": expert_calls,
     "kv_pages": page_calls,
     "l2_prefetch": prefetch_calls,
 }

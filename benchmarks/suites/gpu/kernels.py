@@ -21,6 +21,7 @@ from benchmarks.suites.gpu.device import Clock, copy_peak, gpu_stamp, require_gp
 RESULT_KEYS = ("device", "hbm_gb_per_s", "by_kernel", "targets")
 
 KERNELS: Mapping[str, str] = {
+    "expert_slots": "benchmarks.suites.gpu.kernel_expert_slots",
     "kv_pages": "benchmarks.suites.gpu.kernel_kv_pages",
     "l2_prefetch": "benchmarks.suites.gpu.kernel_l2_prefetch",
     "neuron_cache": "benchmarks.suites.gpu.kernel_neuron_cache",
