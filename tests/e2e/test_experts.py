@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from tests.e2e import harness
 from tests.e2e.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
@@ -201,12 +202,23 @@ def test_compiled() -> None:
     assert result.tokens == theirs.tokens
 
 
-def test_fewer_slots_than_a_token_needs() -> None:
+def test_fewer_slots_than_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said before the checkpoint's experts are loaded, when all layers are known."""
+    loaded: list[object] = []
+    weight_loader = RoutedExperts.weight_loader
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(args)
+        return weight_loader(*args, **kwargs)
+
+    load.supports_moe_loading = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(RoutedExperts, "weight_loader", load)
     with (
         pytest.raises(BudgetError, match=r"3 of 16 experts .* a token is routed to 4"),
         engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 3)),
     ):
         pass
+    assert not loaded
 
 
 def test_a_model_without_experts() -> None:
@@ -277,7 +289,7 @@ def test_tokens_with_experts_read_ahead(tmp_path: Path, model: str, count: int, 
 
 def test_reading_ahead_is_tried(caplog_vllm) -> None:
     prompts = random_prompts(1, longest=20)
-    with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 6)) as llm:
+    with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 6, prefetch="auto")) as llm:
         tokens = generate(llm, prompts, max_tokens=180)
         used = counters(llm)
     assert tokens == vllm_tokens("qwen3_moe", prompts, max_tokens=180)

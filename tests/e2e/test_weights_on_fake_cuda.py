@@ -18,7 +18,7 @@ from vllm.model_executor.offloader import get_offloader
 
 from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
 from tests.fakes.cuda import HeldCompute, SimulatedCudaDevice
-from vllm_tiered.adapter import engine_config
+from tests.fakes.graph_pieces import CapturedPiece, compile_as_on_a_gpu
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import int4_layers, measurements, offloader
 from vllm_tiered.config import WeightsConfig
@@ -142,57 +142,15 @@ def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, t
 
 # Graphs ---------------------------------------------------------------------------------
 
-capturing = False
-
-
-class CapturedPiece:
-    """Fake of vLLM's wrapper that captures a piece; each run counts as a capture."""
-
-    def __init__(self, runnable: Any, *args: Any, **kwargs: Any) -> None:
-        self.runnable = runnable
-
-    def __getattr__(self, key: str) -> Any:
-        return getattr(self.runnable, key)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        global capturing
-        assert not capturing
-        capturing = True
-        try:
-            return self.runnable(*args, **kwargs)
-        finally:
-            capturing = False
-
 
 @pytest.fixture
 def captured_pieces(monkeypatch, tmp_path):
     """Make vLLM compile and split as on a GPU; each piece runs as if it were captured."""
-    from vllm.config import CompilationMode, CUDAGraphMode, PassConfig
-    from vllm.platforms import current_platform
 
-    adjust = engine_config._adjust_vllm_config
-
-    def as_on_a_gpu(config: Any, vllm_config: Any) -> None:
-        adjust(config, vllm_config)
-        if vllm_config.model_config.enforce_eager:
-            return
-        compilation = vllm_config.compilation_config
-        compilation.mode = CompilationMode.VLLM_COMPILE
-        compilation.backend, compilation.compile_sizes = "eager", []
-        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4], 4
-        compilation.post_init_cudagraph_sizes()
-        compilation.pass_config = PassConfig()  # without passes for CUDA kernels
-        compilation.splitting_ops = None
-        compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    def split(config: Any, vllm_config: Any) -> None:
         weights_graphs.partition_graphs(config.weights, vllm_config)
-        assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
 
-    monkeypatch.setattr(engine_config, "_adjust_vllm_config", as_on_a_gpu)
-    name = f"{__name__}.CapturedPiece"
-    monkeypatch.setattr(type(current_platform), "get_static_graph_wrapper_cls", lambda *_: name)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    compile_as_on_a_gpu(monkeypatch, tmp_path, split, CapturedPiece)
 
 
 @pytest.mark.parametrize("compress", ["none", "int4"])

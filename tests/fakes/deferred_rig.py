@@ -13,8 +13,8 @@ from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.deferred_torch import NEAR, DeferredTorch, now
 from tests.fixtures.ffn_models import Ffn
 from tests.fixtures.ffn_runtimes import Scripted, close
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.runtime import FfnRuntime
 
 HASTES = pytest.mark.parametrize("haste", [0.0, 0.6, 0.95])

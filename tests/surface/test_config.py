@@ -34,7 +34,7 @@ def test_keys_and_defaults():
             "far_gib": "auto",
             "storage_path": None,
             "policy": "lfu",
-            "prefetch": "auto",
+            "prefetch": "off",
             "fallback": "none",
             "fallback_share": 0.25,
         },

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter import checks, cuda_graphs
+from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.compat import device_type, wrap_once
 from vllm_tiered.adapter.connector_name import CONNECTOR, CONNECTOR_MODULE
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
-
-EXPERT_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
-"""vLLM's ops around a layer's experts, which are opaque to its compiler on a GPU."""
 
 CONFIG_FILE_VARIABLE = "VLLM_TIERED_CONFIG"
 
@@ -169,12 +166,10 @@ def _adjust_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None
     if config.ffn.is_used:
         split_at_ffn(vllm_config)
     if config.experts.is_used and device_type() == "cuda":
-        cuda_graphs.run_between_graphs(
-            EXPERT_OPS,
-            vllm_config.compilation_config,
-            part="experts",
-            why="the host finds a layer's experts in each step",
-        )
+        # Imported for this alone: it imports more of vLLM.
+        from vllm_tiered.adapter.experts.graphs import split_at_experts
+
+        split_at_experts(vllm_config)
     if config.weights.shares_with_kv:
         kv_sharing.reserve_kv_memory(config.weights, vllm_config)
     _use_cpu_ray_executor(vllm_config)

@@ -181,6 +181,15 @@ EXPERT_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "keeping experts in slots",
     ),
     (
+        f"{_FUSED_MOE}.runner.moe_runner.MoERunner",
+        (
+            "__init__",
+            "shared_experts",
+            "_forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)",
+        ),
+        "experts between CUDA graphs",
+    ),
+    (
         f"{_FUSED_MOE}.fused_moe_method_base.FusedMoEMethodBase",
         (
             "apply(layer=, x=, topk_weights=, topk_ids=, shared_experts=, shared_experts_input=)",

@@ -213,10 +213,12 @@ def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
         return None
     # Imported only for an engine that wants it: vLLM's layers of experts take seconds to import.
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     from vllm_tiered.adapter.experts.engine import ExpertsEngine
 
     compat.wrap_once(RoutedExperts, "__init__", _init_routed_experts)
+    compat.wrap_once(MoERunner, "__init__", _init_moe_runner)
     parallel = vllm_config.parallel_config
     engine = ExpertsEngine(
         config,
@@ -230,13 +232,24 @@ def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
 
 
 def _init_routed_experts(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    original(layer, *args, **kwargs)
+    if (engine := _experts_of_this_model()) is not None:
+        engine.adopt(layer)
+
+
+def _init_moe_runner(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    original(runner, *args, **kwargs)
+    if (engine := _experts_of_this_model()) is not None:
+        engine.adopt_runner(runner)
+
+
+def _experts_of_this_model() -> "ExpertsEngine | None":
+    """Return the experts of the engine whose model is being built."""
     from vllm.config import get_current_vllm_config
 
-    original(layer, *args, **kwargs)
     # A model within a model is built under a configuration of its own, but the same context.
     context = get_current_vllm_config().compilation_config.static_forward_context
-    if _experts and _experts[-1][1].is_of(context):
-        _experts[-1][1].adopt(layer)
+    return _experts[-1][1] if _experts and _experts[-1][1].is_of(context) else None
 
 
 def _has_quantized_experts(vllm_config: Any) -> bool:

@@ -42,12 +42,13 @@ class ExpertsConfig(Section):
         'where old uses count less and less, `"lru"` the one that was not used for longest.',
     )
 
-    prefetch: Literal["auto", "on", "off"] = option(
-        "auto",
-        OneOf(words=("auto", "on", "off")),
+    prefetch: Literal["off", "auto", "on"] = option(
+        "off",
+        OneOf(words=("off", "auto", "on")),
         "Load experts that the next layer's router would choose for this layer's hidden states, "
         'while the link is idle: always (`"on"`), or only if a trial in the first decode steps '
-        'finds that faster (`"auto"`, which leaves it off on a GPU and with a `fallback`).',
+        'finds that faster (`"auto"`, which leaves it off on a GPU and with a `fallback`). No '
+        "model has been faster with it yet.",
     )
 
     fallback: Literal["none", "int4"] = option(

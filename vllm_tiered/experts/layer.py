@@ -13,6 +13,7 @@ from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.experts.fallback import Fallback, Mask, pairs_not_loaded
 from vllm_tiered.experts.lookahead import IdleWindow
+from vllm_tiered.experts.on_device import SlotsOnDevice
 from vllm_tiered.experts.policy import Experts
 from vllm_tiered.experts.slot_table import NONE, SlotTable, Wave
 
@@ -61,8 +62,8 @@ class ExpertStats:
         hits, misses: experts that a step used and found in a slot, or had to load. What is computed
             in 4 bit is neither.
         loaded_bytes: bytes loaded for misses, without the rows of ``HostRows``.
-        wait_seconds: time for which compute waited for them.
-        steps, waves: steps, and their waves that had experts.
+        wait_seconds: time for which compute waited for them; not known of the GPU's own steps.
+        steps, waves: steps, and their waves that had experts: one in the GPU's own steps.
         ahead, ahead_used: experts loaded before the layer's router had named any; and those of them
             that it then named while they still had a slot. Their bytes are ``ahead_bytes``.
         pairs, fallback_pairs: pairs of a token and an expert; and those of them that were computed
@@ -96,6 +97,8 @@ class ExpertLayer:
         in_float32: the kernel takes float32 whatever the model's dtype, and then returns it: waves
             round nothing.
         fallback: computes missing experts of little weight without loading them; None for none.
+        on_device: the slot table on a GPU, for steps whose experts surely fit; None for the host's
+            alone.
 
     Attributes:
         name, table, stats: as above.
@@ -113,7 +116,9 @@ class ExpertLayer:
         is_stored: bool,
         in_float32: bool = False,
         fallback: Fallback | None = None,
+        on_device: SlotsOnDevice | None = None,
     ) -> None:
+        assert on_device is None or not (is_stored or fallback)
         self.name = name
         self.table = table
         self.stats = ExpertStats()
@@ -121,6 +126,7 @@ class ExpertLayer:
         self._paged, self._host = paged, host
         self._is_stored, self._in_float32 = is_stored, in_float32
         self._fallback = fallback
+        self._on_device = on_device
         self._bundle_bytes = sum(rows.num_pages * rows.slots.page_bytes for rows in paged)
         self._failure: BaseException | None = None
         self.look_ahead: Callable[[torch.Tensor], None] | None = None
@@ -149,15 +155,45 @@ class ExpertLayer:
                 "missing: start the engine again"
             ) from self._failure
         try:
-            return self._compute(x_MH, weights_MK, ids_MK, run)
+            if self._on_device is None:
+                ids = ids_MK.cpu().numpy().astype(np.int64)
+                return self._compute(x_MH, weights_MK, ids_MK, ids, run)
+            if self._on_device.holds(ids_MK):
+                return run(x_MH, weights_MK, self._on_device.resolve(ids_MK))
+            ids = self._on_device.fetch(ids_MK)
+            result = self._compute(x_MH, weights_MK, ids_MK, ids, run)
+            self._on_device.put()
+            return result
         except BaseException as error:
             self._failure = error
             raise
 
+    def count_on_device(
+        self, steps: int, wanted: int, misses: int, pairs: int, strays: int, *unused: int
+    ) -> None:
+        """Count what the GPU did since the last call.
+
+        Raises:
+            IntegrityError: the router named experts that do not exist.
+        """
+        if strays:
+            raise IntegrityError(f"{self.name}: the router named {strays} experts that are none")
+        self.stats.steps += steps
+        self.stats.waves += steps
+        self.stats.hits += wanted - misses
+        self.stats.misses += misses
+        self.stats.loaded_bytes += misses * self._bundle_bytes
+        self.stats.pairs += pairs
+
     def _compute(
-        self, x_MH: torch.Tensor, weights_MK: torch.Tensor, ids_MK: torch.Tensor, run: Run
+        self,
+        x_MH: torch.Tensor,
+        weights_MK: torch.Tensor,
+        ids_MK: torch.Tensor,
+        ids: Experts,
+        run: Run,
     ) -> torch.Tensor:
-        ids = ids_MK.cpu().numpy().astype(np.int64)
+        """Compute a step that the host plans; ``ids`` are ``ids_MK`` on the host."""
         named: Experts = np.unique(ids)
         if len(named) and not 0 <= named[0] <= named[-1] < len(self.table.slot_of):
             raise IntegrityError(f"{self.name}: the router named expert {named[0]}, {named[-1]}")

@@ -90,6 +90,7 @@ def num_slots(
     num_experts: int,
     top_k: int,
     resident_bytes: int = 0,
+    least_share: float = 1.0,
 ) -> int:
     """Return the slots of each layer that a near budget holds, at most one for each expert.
 
@@ -99,6 +100,8 @@ def num_slots(
         num_experts: experts of a layer on this rank.
         top_k: experts that a token is routed to.
         resident_bytes: near memory of what is no slot: copies of all experts in 4 bit.
+        least_share: share of these bytes that a bundle takes at least; below 1 if they are those
+            of a checkpoint, of which the kernel may need less.
 
     Raises:
         BudgetError: a token's experts do not fit.
@@ -106,7 +109,7 @@ def num_slots(
     bundle_bytes = sum(bundle.num_bytes for bundle in bundles)
     if near_bytes // bundle_bytes >= num_experts:  # then nothing has to be computed in 4 bit
         return num_experts
-    slots = max(0, near_bytes - resident_bytes) // bundle_bytes
+    slots = int(max(0, near_bytes - resident_bytes) / (least_share * bundle_bytes))
     if slots < min(top_k, num_experts):
         needed = resident_bytes + bundle_bytes * min(top_k, num_experts)
         copies = f", {format_bytes(resident_bytes)} to copies in 4 bit" if resident_bytes else ""

@@ -59,6 +59,13 @@ class SlotTable:
     def num_slots(self) -> int:
         return len(self.expert_in)
 
+    def restore(self, expert_in: Experts) -> None:
+        """Take over the experts in the slots of another table."""
+        self.expert_in[:] = expert_in
+        self.slot_of.fill(NONE)
+        held = np.flatnonzero(expert_in != NONE)
+        self.slot_of[expert_in[held]] = held
+
     def plan(self, wanted: Experts) -> list[Wave]:
         """Assign slots for a step, and return its waves; the first has the hits, maybe none.
 
@@ -92,7 +99,7 @@ class SlotTable:
 
     def _free(self, is_kept: npt.NDArray[np.bool_]) -> Experts:
         """Return empty slots, then those of experts that are not kept, in the policy's order."""
-        held = self.expert_in[self.expert_in != NONE]
+        held = np.sort(self.expert_in[self.expert_in != NONE])  # the policy leaves ties in order
         idle = self.slot_of[self._policy.order(held[~is_kept[held]])]
         return np.concatenate((np.flatnonzero(self.expert_in == NONE), idle))
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import NeuronCache
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
@@ -20,7 +21,6 @@ from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.loader.dynamic import DynamicArea
 from vllm_tiered.ffn.loader.loader import NeuronLoader
 from vllm_tiered.ffn.loader.stream import NeuronStream
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.matmul.compute import gpu_kernels
 from vllm_tiered.ffn.memory_plan import NUM_CHUNKS, PREFETCH_LAYERS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor

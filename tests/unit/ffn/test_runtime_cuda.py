@@ -32,12 +32,12 @@ from tests.fixtures.ffn_runtimes import (
 )
 from tests.fixtures.neuron_stores import flip
 from vllm_tiered.devices.base import Direction
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import memory_plan
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.loader import backend, bounce_pipeline, dynamic
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.store.format import NEURONS
 

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from vllm.forward_context import get_forward_context
 
 from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.experts import copies
+from vllm_tiered.adapter.experts import copies, graphs
+from vllm_tiered.adapter.experts.adopted import Adopted
 from vllm_tiered.adapter.experts.lookahead import Lookahead
+from vllm_tiered.adapter.experts.slots import Slots
 from vllm_tiered.adapter.experts.tensors import (
     bundle_of,
     check_layer,
@@ -37,62 +39,22 @@ from vllm_tiered.adapter.experts.tensors import (
     load_nothing,
     move_to_draft,
     processed_tensors,
-    takes_float32,
 )
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
-from vllm_tiered.devices.pages import PageBuffer
-from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
-from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
+from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
-from vllm_tiered.experts.policy import POLICIES
-from vllm_tiered.experts.slot_table import SlotTable
 from vllm_tiered.experts.store import KNOB, ExpertFile
-from vllm_tiered.storage.direct_file import aligned_pages
-from vllm_tiered.storage.immutable_file import Draft
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
+_LEAST_SHARE = 0.8
+"""Share of an expert's bytes in the checkpoint that its kernel needs at least. It may leave out
+zero points and the order of groups, which are a few percent."""
+
 _library: torch.library.Library | None = None
-
-
-class _Adopted:
-    """A layer whose experts pass through slots.
-
-    Attributes:
-        layer: vLLM's `RoutedExperts`.
-        stored: its experts are in the file, or will be.
-        drafts: files that hold the checkpoint's tensors until the layer is processed.
-        apply: vLLM's `quant_method.apply`, which computes with the tensors that the layer has.
-        far, far_pages: on a GPU, rows of all experts in far memory by name, and their pages.
-        is_waiting: slots take its tensors' place when the model is loaded.
-        copies: its experts in 4 bit, by name; empty without a fallback, and until it is processed.
-        copy_shapes: their shapes.
-        experts: None until the layer is processed.
-        begin_step: called with the number of tokens before the layer computes.
-    """
-
-    def __init__(self, layer: Any, *, stored: bool) -> None:
-        self.layer = layer
-        self.stored = stored
-        self.drafts: list[Draft] = []
-        self.apply: Callable[..., torch.Tensor] = layer.quant_method.apply
-        self.process: Callable[[Any], None] = layer.quant_method.process_weights_after_loading
-        self.far: dict[str, torch.Tensor] = {}
-        self.far_pages: dict[str, PageBuffer] = {}
-        self.is_waiting = False
-        self.copies: dict[str, torch.Tensor] = {}
-        self.copy_shapes: dict[str, torch.Tensor] = {}
-        self.experts: ExpertLayer | None = None
-        self.begin_step: Callable[[int], None] | None = None
-
-    def close_drafts(self) -> None:
-        """Delete the files that hold the checkpoint's tensors. Idempotent."""
-        for draft in self.drafts:
-            draft.close()
-        self.drafts = []
 
 
 class ExpertsEngine:
@@ -118,18 +80,19 @@ class ExpertsEngine:
         self._model = model
         self._rank, self._num_ranks = rank, num_ranks
         self._device = make_device()
-        self._layers: list[_Adopted] = []
-        self._file: ExpertFile | None = None
+        self._layers: list[Adopted] = []
+        self._slots = Slots(config=config, device=self._device)
         self._far_bytes = 0
         self._far_budget: float | None = None
         self._stored_bytes = 0
-        self._num_slots = 0
-        self._is_complete = False
-        self._near_bytes = self._far_bytes_now = 0
-        self._compute_device = torch.device("cpu")
+        self._is_checked = self._is_complete = False
         self._before: dict[str, float] = {}
         self._stated: manifest.ExpertsManifest | None = None
         register_op()
+
+    @property
+    def _file(self) -> ExpertFile | None:
+        return self._slots.file
 
     @property
     def _has_fallback(self) -> bool:
@@ -153,10 +116,10 @@ class ExpertsEngine:
             copies.check(layer)
         self._move_to_host(layer)
         if self._config.storage_path is not None and self._file is None:
-            self._file = self._open_file(self._config.storage_path, layer)
+            self._slots.file = self._open_file(self._config.storage_path, layer)
         tensors = expert_tensors(layer)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        adopted = _Adopted(layer, stored=self._is_stored(layer, num_bytes))
+        adopted = Adopted(layer, stored=self._is_stored(layer, num_bytes))
         if self._has_fallback:
             adopted.copy_shapes = copies.shapes_of(layer)
         self._layers.append(adopted)
@@ -164,11 +127,17 @@ class ExpertsEngine:
             self._far_bytes += num_bytes
         else:
             self._prepare_loading(adopted, bundle_of(tensors))
+        self._check_before_loading(layer, bundle_of(tensors))
         name = f"tiered.experts.{layer.layer_name}"
         method = layer.quant_method
         method.process_weights_after_loading = partial(self._process, adopted)
         method.apply = partial(_apply, name)
         self._context[name] = adopted
+
+    def adopt_runner(self, runner: Any) -> None:
+        """Prepare what computes a layer, routing and shared experts included, for CUDA graphs."""
+        if self._device.has_device_memory:
+            graphs.write_to_fixed_memory(runner)
 
     def finish(self, model: torch.nn.Module) -> None:
         """Publish the file of stored experts and say what was taken over, after loading.
@@ -188,7 +157,7 @@ class ExpertsEngine:
             self._file.publish()
         for adopted in self._layers:
             if adopted.is_waiting:
-                self._attach(adopted)
+                self._slots.attach(adopted)
             self._move_rest(adopted.layer)
         self._look_ahead(model)
         self._is_complete = True
@@ -206,14 +175,14 @@ class ExpertsEngine:
         """
         for name, tensor in expert_tensors(layer).items():
             if tensor.device.type != "cpu":
-                self._compute_device = tensor.device
-                layer.get_parameter(name).data = torch.empty_like(tensor, device="cpu")
+                self._slots.near = tensor.device
+                layer.get_parameter(name).data = tensor.cpu()  # padding may stay as vLLM made it
 
     def _move_rest(self, layer: Any) -> None:
         """Move what vLLM has left in host memory to the GPU, all experts if each has a slot."""
         for parameter in layer.parameters(recurse=False):
-            if parameter.device.type != self._compute_device.type:
-                parameter.data = parameter.data.to(self._compute_device)
+            if parameter.device.type != self._slots.near.type:
+                parameter.data = parameter.data.to(self._slots.near)
 
     def _look_ahead(self, model: torch.nn.Module) -> None:
         """Let each layer load what the next one's router would choose for its hidden states.
@@ -242,36 +211,42 @@ class ExpertsEngine:
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
+        totals.withdraw("experts", self.total_use)
+        totals.withdraw(totals.EXPERT_LAYERS, self.hit_ratios)
         for adopted in self._layers:
             adopted.close_drafts()
         self._layers, self._context = [], {}
+        self._slots.close()
         if self._file is not None:
             self._file.cancel()
         self._device.close()
         if self._file is not None:
             self._file.close()
-            self._file = None
+            self._slots.file = None
         if self._stated is not None:
             manifest.withdraw_experts(self._stated)
-        totals.withdraw("experts", self.total_use)
-        totals.withdraw(totals.EXPERT_LAYERS, self.hit_ratios)
 
     def take_use(self) -> dict[str, float]:
         """Return the increase of each figure since the last call; empty before :meth:`finish`."""
-        use = self.total_use()
+        use = self._use(waits=False)
         before, self._before = self._before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
     def hit_ratios(self) -> dict[str, float]:
         """Return the hit ratio of each layer with slots since the start, by the layer's name."""
+        self._slots.count_on_device(waits=True)
         layers = [one.experts for one in self._layers if one.experts]
         wanted = [(layer, layer.stats.hits + layer.stats.misses) for layer in layers]
         return {layer.name: layer.stats.hits / number for layer, number in wanted if number}
 
     def total_use(self) -> dict[str, float]:
         """Return each figure since the start; empty before :meth:`finish`."""
+        return self._use(waits=True)
+
+    def _use(self, *, waits: bool) -> dict[str, float]:
         if not self._is_complete:
             return {}
+        self._slots.count_on_device(waits=waits)
         layers = [(one.stored, one.experts.stats) for one in self._layers if one.experts]
         loaded = {True: 0, False: 0}
         for stored, stats in layers:
@@ -329,7 +304,7 @@ class ExpertsEngine:
             self._far_budget = FAR_SHARE * usable if far_gib == "auto" else float(far_gib) * GIB
         return self._far_bytes + num_bytes > self._far_budget
 
-    def _prepare_loading(self, adopted: _Adopted, bundle: ExpertBundle) -> None:
+    def _prepare_loading(self, adopted: Adopted, bundle: ExpertBundle) -> None:
         """Let the loader skip a stored layer's tensors, or write large ones to files on the disk.
 
         New tensors take no memory until something writes to them.
@@ -359,7 +334,30 @@ class ExpertsEngine:
                 f"{format_bytes(free_bytes)} are free beside the first copy: make room{hint}"
             )
 
-    def _process(self, adopted: _Adopted, layer: Any) -> None:
+    def _check_before_loading(self, layer: Any, bundle: ExpertBundle) -> None:
+        """Let the first weight of a mixture that is loaded check near memory.
+
+        All layers are known then, and nothing has been read that would have to be read again.
+        """
+        for tensor in bundle.tensors:
+            parameter = layer.get_parameter(tensor.name)
+            loader = getattr(parameter, "weight_loader", None)
+            if loader is not None:
+                parameter.weight_loader = self._checked(layer, bundle, loader)
+
+    def _checked(
+        self, layer: Any, bundle: ExpertBundle, loader: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @wraps(loader)
+        def load(*args: object, **kwargs: object) -> Any:
+            if not self._is_checked:
+                self._num_slots(layer, bundle, least_share=_LEAST_SHARE)
+                self._is_checked = True
+            return loader(*args, **kwargs)
+
+        return load
+
+    def _process(self, adopted: Adopted, layer: Any) -> None:
         """Let vLLM process a layer's weights, and move the result to its tier."""
         if adopted.stored and self._file is not None and self._file.is_filled:
             # vLLM makes of one expert what it would make of all: the shapes of slots.
@@ -370,16 +368,9 @@ class ExpertsEngine:
         tensors = processed_tensors(layer)
         check_nothing_else(layer, tensors)
         bundle = bundle_of(tensors)
-        if not self._num_slots:
-            self._num_slots = num_slots(
-                int(float(self._config.near_gib) * GIB),
-                [bundle] * len(self._layers),
-                num_experts=layer.local_num_experts,
-                top_k=layer.top_k,
-                resident_bytes=sum(
-                    shape.nbytes for one in self._layers for shape in one.copy_shapes.values()
-                ),
-            )
+        if not self._slots.count:
+            self._slots.num_layers = len(self._layers)
+            self._slots.count = self._num_slots(layer, bundle)
         if adopted.stored and self._file is not None and not self._file.is_filled:
             if not self._file.layers:
                 names = [one.layer.layer_name for one in self._layers if one.stored]
@@ -391,110 +382,32 @@ class ExpertsEngine:
             del tensors
             adopted.close_drafts()
             adopted.is_waiting = True
-        elif self._num_slots < layer.local_num_experts or adopted.stored:
+        elif self._slots.count < layer.local_num_experts or adopted.stored:
             if self._device.has_device_memory:
                 # vLLM moves the tensors back to the host after this: slots come later.
-                self._move_to_far(adopted, tensors, bundle)
+                if not adopted.stored:
+                    adopted.move_to_far(self._device, tensors, bundle)
                 keep_one_expert(layer, bundle)
                 adopted.is_waiting = True
             else:
-                self._attach(adopted)
+                self._slots.attach(adopted)
         else:  # a slot for each expert: nothing to do better than vLLM
             layer.quant_method.apply = adopted.apply
             adopted.copies = {}
-            self._near_bytes += bundle.num_bytes * layer.local_num_experts
+            self._slots.near_bytes += bundle.num_bytes * layer.local_num_experts
 
-    def _move_to_far(
-        self, adopted: _Adopted, tensors: Mapping[str, torch.Tensor], bundle: ExpertBundle
-    ) -> None:
-        """Copy the rows of a layer that is not stored to memory that a GPU's copies read."""
-        if adopted.stored:
-            return
-        for tensor in bundle.tensors:
-            rows = tensors[tensor.name]
-            if not rows.is_contiguous():
-                raise UnsupportedError(
-                    f"{adopted.layer.layer_name}: its kernel lays {tensor.name} out in an order of "
-                    "its own: leave tiered.experts.near_gib out for this model"
-                )
-            if tensor.page_bytes is None:
-                adopted.far[tensor.name] = rows.cpu()
-            else:
-                pages = self._device.far_buffer(rows.nbytes // bundle.page_bytes, bundle.page_bytes)
-                held = pages.data.view(-1).view(rows.dtype).view(rows.shape)
-                adopted.far[tensor.name] = held.copy_(rows)
-                adopted.far_pages[tensor.name] = pages
-
-    def _attach(self, adopted: _Adopted) -> None:
-        """Put slots in the place of the layer's tensors."""
-        layer = adopted.layer
-        tensors = processed_tensors(layer)
-        bundle = bundle_of(tensors)
-        page_bytes = bundle.page_bytes
-        stored: dict[str, torch.Tensor] = {}
-        if adopted.stored:
-            assert self._file is not None
-            held = self._file.bundle
-            if (held and held.in_slots, self._file.num_experts) != (
-                bundle,
-                layer.local_num_experts,
-            ):
-                raise ConfigError(
-                    f"{self._file.path} has other tensors than {layer.layer_name}: remove it, and "
-                    "the next start fills it anew"
-                )
-            stored = self._file.small_rows(layer.layer_name)
-            adopted.copies = copies.from_rows(stored, adopted.copy_shapes)
-        paged: list[PagedRows] = []
-        host: list[HostRows] = []
-        offsets = iter(self._file.offsets() if adopted.stored and self._file else ())
-        for tensor in bundle.tensors:
-            rows = adopted.far.get(tensor.name, tensors[tensor.name])
-            parameter = layer.get_parameter(tensor.name)
-            shape = (self._num_slots, *rows.shape[1:])
-            if tensor.page_bytes is None:
-                slots = rows.new_zeros(shape, device=self._compute_device)
-                of_all = rows.clone()
-                if tensor.name in stored:
-                    whole = (layer.local_num_experts, *rows.shape[1:])
-                    of_all = stored[tensor.name].view(-1).view(rows.dtype).view(whole)
-                host.append(HostRows(of_all, slots))
-                self._far_bytes_now += of_all.nbytes
-            else:
-                num_pages = tensor.row_bytes // page_bytes
-                memory = aligned_pages(
-                    self._num_slots * num_pages, page_bytes, self._compute_device
-                )
-                memory.zero_()
-                slots = memory.view(-1).view(rows.dtype).view(shape)
-                if adopted.stored and self._file is not None:
-                    source = self._file.source(layer.layer_name)
-                    stride, offset = bundle.file_pages, next(offsets)
-                else:
-                    source = adopted.far_pages.get(
-                        tensor.name, PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
-                    )
-                    stride, offset = num_pages, 0
-                    self._far_bytes_now += rows.nbytes
-                paged.append(PagedRows(source, PageBuffer(memory), num_pages, stride, offset))
-            parameter.data = slots
-            self._near_bytes += slots.nbytes
-        adopted.experts = ExpertLayer(
-            name=layer.layer_name,
-            device=self._device,
-            table=SlotTable(
-                self._num_slots, POLICIES[self._config.policy](layer.local_num_experts)
+    def _num_slots(self, layer: Any, bundle: ExpertBundle, *, least_share: float = 1.0) -> int:
+        """Return the slots of each layer known so far. Raises BudgetError: see `num_slots`."""
+        return num_slots(
+            int(float(self._config.near_gib) * GIB),
+            [bundle] * len(self._layers),
+            num_experts=layer.local_num_experts,
+            top_k=layer.top_k,
+            resident_bytes=sum(
+                shape.nbytes for one in self._layers for shape in one.copy_shapes.values()
             ),
-            paged=paged,
-            host=host,
-            is_stored=adopted.stored,
-            # vLLM multiplies inputs with routing weights in the model's dtype.
-            in_float32=takes_float32(layer.quant_method) and not layer.apply_router_weight_on_input,
-            fallback=copies.fallback(layer, adopted.copies, self._config.fallback_share)
-            if self._has_fallback
-            else None,
+            least_share=least_share,
         )
-        self._near_bytes += sum(copy.nbytes for copy in adopted.copies.values())
 
     def _manifest(self) -> manifest.ExpertsManifest:
         first = self._layers[0]
@@ -502,10 +415,10 @@ class ExpertsEngine:
             num_layers=len(self._layers),
             num_experts=first.layer.local_num_experts,
             top_k=first.layer.top_k,
-            slots=self._num_slots,
+            slots=self._slots.count,
             policy=self._config.policy,
-            near_bytes=self._near_bytes,
-            far_bytes=self._far_bytes_now,
+            near_bytes=self._slots.near_bytes,
+            far_bytes=self._slots.far_bytes,
             storage_bytes=self._file.num_bytes if self._file is not None else 0,
         )
 
@@ -545,7 +458,7 @@ def _routed_experts(
 
 
 def _run(
-    adopted: _Adopted, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    adopted: Adopted, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     return adopted.apply(
         layer=adopted.layer,

@@ -12,13 +12,13 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.cache.layer_cache import LayerPlan
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.loader.arrival import Arrival, settle
 from vllm_tiered.ffn.loader.backend import NeuronBackend
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.tables import NeuronTables
 
 

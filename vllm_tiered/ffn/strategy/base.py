@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
@@ -17,7 +18,6 @@ from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.loader.backend import NeuronBackend
 from vllm_tiered.ffn.loader.loader import NeuronLoader
 from vllm_tiered.ffn.loader.stream import NeuronStream
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.matmul.compute import activations, add_down
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selector import Selector

@@ -23,13 +23,13 @@ from tests.fakes.deferred_rig import (
 from tests.fakes.deferred_torch import now
 from tests.fixtures.ffn_models import Ffn, random_ffn
 from tests.fixtures.ffn_runtimes import check_bytes, check_precisions, mixed
+from vllm_tiered.devices.mailbox import Mailbox
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn import memory_plan, step_clock
 from vllm_tiered.ffn.cache.base import NO_IDS, NeuronCache
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
-from vllm_tiered.ffn.mailbox import Mailbox
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.strategy.sparse_on_device import MAX_DEVICE_TOKENS
 
