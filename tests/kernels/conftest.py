@@ -72,3 +72,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
+
+
+@pytest.fixture
+def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill plans and scratch memory that launchers allocate with garbage."""
+    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
+        make = getattr(owner, name)
+
+        def filled(*args: Any, make: Any = make, **kwargs: Any) -> torch.Tensor:
+            made: torch.Tensor = make(*args, **kwargs)
+            return made.view(torch.uint8).fill_(0x7B).view(made.dtype).view(made.shape)
+
+        monkeypatch.setattr(owner, name, filled)

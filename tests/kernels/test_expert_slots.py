@@ -23,24 +23,14 @@ SETTINGS = settings(
 )
 
 
+pytestmark = pytest.mark.usefixtures("garbage")
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Use small blocks and few programs, so that each row and each program has several."""
     own = dict(tuned.parameters("expert_slots")) | {"block_words": 16, "num_programs": 3}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
-
-
-@pytest.fixture(autouse=True)
-def garbage(monkeypatch):
-    """Fill plans and scratch memory with garbage."""
-    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
-        make = getattr(owner, name)
-
-        def filled(*args, make=make, **kwargs):
-            made = make(*args, **kwargs)
-            return made.view(torch.uint8).fill_(0x7B).view(made.dtype).view(made.shape)
-
-        monkeypatch.setattr(owner, name, filled)
 
 
 @st.composite

@@ -20,24 +20,14 @@ from vllm_tiered.kernels.neuron_cache import api, index, reference
 BITS = {Precision.FULL: 7, Precision.INT8: 6, Precision.INT4: 4}
 
 
+pytestmark = pytest.mark.usefixtures("garbage")
+
+
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Use small parts, so that each pass has several."""
     own = dict(tuned.parameters("neuron_cache")) | {"part": 32}
     monkeypatch.setattr(tuned, "parameters", lambda *_: own)
-
-
-@pytest.fixture(autouse=True)
-def garbage(monkeypatch):
-    """Fill plans and scratch memory with garbage."""
-    for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty_like")):
-        make = getattr(owner, name)
-
-        def filled(*args, make=make, **kwargs):
-            made = make(*args, **kwargs)
-            return made.view(torch.uint8).fill_(0x7B).view(made.dtype).view(made.shape)
-
-        monkeypatch.setattr(owner, name, filled)
 
 
 @st.composite

@@ -5,7 +5,8 @@
                        └─► missing, read from far memory ─► slots ──┘
 
 The table on the GPU is the one that counts. A step that may want more experts than there are slots
-goes in waves, which the host plans: it fetches the table, and returns it.
+goes in waves, which the host plans: it fetches the table, and returns it. The slots are M2Cache's
+layer-wise cache (section 5.3).
 """
 
 from collections.abc import Sequence
@@ -107,7 +108,6 @@ class SlotsOnDevice:
         self._index: SlotIndex = empty_index(
             policy.num_experts, table.num_slots, policy.decay, mailbox.near, totals
         )
-
         self._is_compiled = False
 
     def holds(self, ids: torch.Tensor) -> bool:

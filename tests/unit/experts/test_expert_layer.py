@@ -272,3 +272,11 @@ def test_no_token_has_more_than_its_share_in_4_bit(share):
         assert not set(ids[skipped]) & set(ids[~skipped])
         if share == 1.0:
             assert (skipped == is_missing[ids]).all()
+
+
+def test_ids_that_the_gpu_met_and_that_are_no_experts_are_an_error():
+    layer = make(5).layer
+    layer.count_on_device(1, 3, 2, 3, 0)
+    assert (layer.stats.hits, layer.stats.misses, layer.stats.pairs) == (1, 2, 3)
+    with pytest.raises(IntegrityError, match="named 2 experts that are none"):
+        layer.count_on_device(1, 3, 0, 3, 2)
