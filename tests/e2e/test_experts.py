@@ -2,6 +2,7 @@
 """Experts in slots give vLLM's tokens, wherever the others are, and however few slots there are."""
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from tests.e2e.harness import engine, generate, model_path, random_prompts, run,
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.experts import copies
 from vllm_tiered.adapter.experts import engine as experts_engine
+from vllm_tiered.devices.base import Event
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.experts import layout
 from vllm_tiered.experts.int4.packing import expand, quantise
 from vllm_tiered.experts.layer import ExpertLayer
+from vllm_tiered.experts.slot_table import Wave
 
 PROMPTS = random_prompts(6, longest=60)
 KV_OFF = {"enabled": False}
@@ -137,18 +141,25 @@ def test_copies_that_nobody_waits_for_change_the_tokens(monkeypatch) -> None:
     assert result.tokens != vllm_tokens("qwen3_moe", PROMPTS)
 
 
-def test_one_wrong_byte_of_a_slot_changes_the_tokens(monkeypatch) -> None:
-    """The control of all tests here: tokens depend on each expert's contents."""
+def damage_slots(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Let one byte of the first slot that a wave loads be wrong."""
     load = ExpertLayer._load
 
-    def damaging(layer, wave):
-        events = load(layer, wave)
-        for event in events:
+    def damaging(layer: ExpertLayer, waves: dict[int, Wave]) -> dict[int, list[Event]]:
+        loaded = load(layer, waves)
+        for event in chain(*loaded.values()):
             event.wait()
-        layer._paged[0].slots.data[wave.slots[0] * layer._paged[0].num_pages, 3] ^= 0x7F
-        return events
+        rows = layer._paged[0]
+        for wave in waves.values():
+            rows.slots.data[rows.slot_pages[wave.slots[0], 0], 3] ^= bits
+        return loaded
 
     monkeypatch.setattr(ExpertLayer, "_load", damaging)
+
+
+def test_one_wrong_byte_of_a_slot_changes_the_tokens(monkeypatch) -> None:
+    """The control of all tests here: tokens depend on each expert's contents."""
+    damage_slots(monkeypatch, 0x7F)
     result = run("qwen3_moe", PROMPTS, KV_OFF, experts=slots("qwen3_moe", 5))
     assert result.tokens != vllm_tokens("qwen3_moe", PROMPTS)
 
@@ -177,6 +188,17 @@ def test_another_configuration_fills_the_file_anew(tmp_path: Path, caplog_vllm) 
     result = run("mixtral", PROMPTS, KV_OFF, experts=experts)
     assert "is of another configuration" in caplog_vllm.text
     assert result.tokens == vllm_tokens("mixtral", PROMPTS)
+
+
+def test_a_file_of_other_pages_is_filled_anew(monkeypatch, tmp_path: Path, caplog_vllm) -> None:
+    """Older versions cut experts into smaller pages."""
+    experts = slots("qwen3_moe", 5, **stored(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "LARGEST_PAGE_BYTES", 8192)
+        before = run("qwen3_moe", PROMPTS, KV_OFF, experts=experts).tokens
+    assert run("qwen3_moe", PROMPTS, KV_OFF, experts=experts).tokens == before
+    assert "is of another configuration" in caplog_vllm.text
+    assert before == vllm_tokens("qwen3_moe", PROMPTS)
 
 
 def test_another_models_file_is_refused(tmp_path: Path) -> None:

@@ -26,11 +26,15 @@ class DelayedThread(CopyThread):
     lost_share = 0.0
     lock = threading.Lock()
 
+    def begin(self, job: CopyJob) -> None:
+        job.copy.dst.data[job.copy.dst_pages.ids] = NAN_BYTE
+        super().begin(job)
+
     def run(self, job: CopyJob) -> None:
         for event in job.after:
             event.wait()
         is_read = self.name.endswith(Direction.READ.value)
-        if is_read:
+        if is_read and job.copy.src.store is None:
             job.copy.dst.data[job.copy.dst_pages.ids] = NAN_BYTE
         self.delay()
         super().run(job)

@@ -6,8 +6,9 @@ loses some pages because their bytes are damaged or the disk does not answer. It
 pages (:meth:`Device.failed_pages`); all other pages are intact.
 
 A device has two copy queues, one per direction, and a *compute* queue, to which the engine submits
-its kernels. Copies of one queue run in the order of submission. Copies of different queues, and
-copies and compute, are ordered by events alone:
+its kernels. Copies of one queue run in the order of submission; reads of a file that are submitted
+together may overlap, so their targets differ. Copies of different queues, and copies and compute,
+are ordered by events alone:
 
     submit(copy, after=(e1, e2))     the copy runs when e1 and e2 are done
     wait(e)                          compute submitted later runs when e is done

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thread that copies pages in CPU memory, in the order of submission, and its events."""
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -27,17 +28,35 @@ def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
         Kernels also multiply masked values, so a NaN in such a page would spread.
     """
     if src.store is not None:
-        ids = src_pages.ids + src.first_page
-        lost = src.store.read(ids, dst, dst_pages)
-        if len(lost) and dst.words is not None:
-            dst.words[dst_pages.ids[np.isin(ids, lost)]] = 0
-        return lost - src.first_page
+        return begin_read(src, src_pages, dst, dst_pages)()
     if dst.store is not None:
         dst.store.write(src, src_pages.ids, dst_pages.ids + dst.first_page)
         return NO_PAGES
     assert src.words is not None and dst.words is not None, "the CPU device copies CPU memory"
     copy_words(src.words, src_pages.ids, dst.words, dst_pages)
     return NO_PAGES
+
+
+def begin_read(
+    src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages
+) -> Callable[[], PageIds]:
+    """Begin to copy from a store.
+
+    Returns:
+        Waits for the copy, and returns what :func:`copy_pages` returns; see
+        :meth:`PageStore.begin_read`.
+    """
+    assert src.store is not None
+    ids = src_pages.ids + src.first_page
+    end_read = src.store.begin_read(ids, dst, dst_pages)
+
+    def end() -> PageIds:
+        lost = end_read()
+        if len(lost) and dst.words is not None:
+            dst.words[dst_pages.ids[np.isin(ids, lost)]] = 0
+        return lost - src.first_page
+
+    return end
 
 
 _FIRST_WAIT = threading.Lock()
@@ -129,7 +148,8 @@ class CopyJob(NamedTuple):
 class CopyThread:
     """Thread that runs copy jobs in order and counts bytes and busy seconds.
 
-    Only the thread writes the counters.
+    Reads of a file that are queued together are begun together, so that the disk has the next when
+    one ends; they end in order. Only the thread writes the counters.
     """
 
     def __init__(
@@ -142,6 +162,8 @@ class CopyThread:
         self.is_closed = False
         self.jobs: SimpleQueue[list[CopyJob] | None] = SimpleQueue()
         self._cpus = cpus
+        self._begun: dict[CpuEvent, Callable[[], PageIds]] = {}
+        self._disk_works_since = 0.0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -151,18 +173,29 @@ class CopyThread:
             self.jobs.put(None)
             self._thread.join()
 
+    def begin(self, job: CopyJob) -> None:
+        """Begin a read of a file; its dependencies are done."""
+        copy = job.copy
+        self._begun[job.done] = begin_read(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
+
     def run(self, job: CopyJob) -> None:
         """Copy once the job's dependencies are done."""
         for event in job.after:
             if not event.done():
                 event.wait()
         copy, done, throttle = job.copy, job.done, self.throttle
-        done.began = start = time.perf_counter()
+        is_begun = done in self._begun
+        done.began = start = self._disk_works_since if is_begun else time.perf_counter()
         ticket = throttle.admit(copy.num_bytes, start) if throttle else 0.0
-        done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
+        if copy.src.store is not None and not is_begun:
+            self.begin(job)
+        if (end_read := self._begun.pop(done, None)) is not None:
+            done.failed_pages = end_read()
+        else:
+            done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
         if throttle:
             throttle.hold(ticket)
-        done.ended = end = time.perf_counter()
+        done.ended = self._disk_works_since = end = time.perf_counter()
         self.busy_seconds += end - start
         self.num_bytes += copy.num_bytes
 
@@ -170,6 +203,11 @@ class CopyThread:
         self._unbind()
         failure: BaseException | None = None
         while (jobs := self.jobs.get()) is not None:
+            if failure is None:
+                try:
+                    self._begin_reads(jobs)
+                except BaseException as error:
+                    failure = error
             for job in jobs:
                 if failure is None:
                     try:
@@ -179,6 +217,23 @@ class CopyThread:
                 # After a failure no copy of this direction completes: copies run in order, so a
                 # waiter for a later copy relies on the earlier ones too.
                 job.done.finish(failure)
+            if failure is not None:
+                self._end_reads()
+
+    def _begin_reads(self, jobs: list[CopyJob]) -> None:
+        if len(jobs) == 1 or self.throttle is not None:
+            return
+        self._disk_works_since = time.perf_counter()
+        for job in jobs:
+            if job.copy.src.store is not None and all(event.done() for event in job.after):
+                self.begin(job)
+
+    def _end_reads(self) -> None:
+        """Wait for reads that nobody waits for any more, before their memory may be freed."""
+        for end_read in self._begun.values():
+            with contextlib.suppress(Exception):
+                end_read()
+        self._begun.clear()
 
     def _unbind(self) -> None:
         """Run on all given CPUs, not only on the one to which the engine bound the creator."""

@@ -5,7 +5,9 @@ Devices and storage share this module, which imports neither.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -93,6 +95,17 @@ class PageStore(ABC):
         Returns:
             Those of ``page_ids`` that were not read intact; their near pages are undefined.
         """
+
+    def begin_read(
+        self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages
+    ) -> Callable[[], PageIds]:
+        """Begin to read as :meth:`read` does, if the store can read while its caller does not wait.
+
+        Returns:
+            Waits for the pages, and returns what :meth:`read` returns. Call it once, in the thread
+            that began the read, after those of earlier reads.
+        """
+        return partial(self.read, page_ids, near, near_pages)
 
     @abstractmethod
     def write(self, near: "PageBuffer", near_ids: PageIds, page_ids: PageIds) -> None:

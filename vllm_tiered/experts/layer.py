@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's experts: slots near, rows far or in a file, and a step's waves through the slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices.base import Device, Direction, Event
-from vllm_tiered.devices.pages import PageBuffer, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.experts.fallback import Fallback, Mask, pairs_not_loaded
 from vllm_tiered.experts.lookahead import IdleWindow
@@ -26,20 +26,19 @@ to the weighted sum of the experts' outputs [M, H]."""
 
 
 class PagedRows(NamedTuple):
-    """Rows of a tensor that are copied in pages.
+    """Rows that are copied in pages: of one tensor, or of all of a bundle.
 
     Attributes:
         source: pages of all experts, far or in a file.
         slots: pages of the slots' rows.
-        num_pages: pages of a row.
-        stride, offset: in ``source``, expert e's row begins at page ``e * stride + offset``.
+        slot_pages: int64 [slots, n], the pages of each slot in ``slots``.
+        stride: in ``source``, expert e has the n pages from ``e * stride`` on.
     """
 
     source: PageBuffer
     slots: PageBuffer
-    num_pages: int
+    slot_pages: PageIds
     stride: int
-    offset: int
 
 
 class HostRows(NamedTuple):
@@ -91,9 +90,9 @@ class ExpertLayer:
         device: the device that copies.
         table: the layer's slots.
         paged, host: the tensors of the bundle.
-        is_stored: the experts are read from a file. Then the hits compute while the misses arrive.
-            Otherwise a step whose experts fit the slots waits for all of them, and then runs vLLM's
-            kernel once: bit by bit what vLLM computes.
+        is_stored: the experts are read from a file. Then the hits compute while the misses arrive,
+            and most of the misses while the last arrive. Otherwise, and if all are hits, a step
+            whose experts fit the slots runs vLLM's kernel once: bit by bit what vLLM computes.
         in_float32: the kernel takes float32 whatever the model's dtype, and then returns it: waves
             round nothing.
         fallback: computes missing experts of little weight without loading them; None for none.
@@ -127,7 +126,7 @@ class ExpertLayer:
         self._is_stored, self._in_float32 = is_stored, in_float32
         self._fallback = fallback
         self._on_device = on_device
-        self._bundle_bytes = sum(rows.num_pages * rows.slots.page_bytes for rows in paged)
+        self._bundle_bytes = sum(rows.slot_pages.shape[1] * rows.slots.page_bytes for rows in paged)
         self._failure: BaseException | None = None
         self.look_ahead: Callable[[torch.Tensor], None] | None = None
         self._ahead: dict[int, list[Event]] = {}
@@ -201,13 +200,12 @@ class ExpertLayer:
         in_4_bit = self._not_loaded(weights_MK, ids)
         waves = self.table.plan(np.unique(ids[~in_4_bit]))
         self._count(waves, in_4_bit)
-        arriving = {0: self._take_ahead(waves[0].experts)} | {
-            number: self._load(wave)
-            for number, wave in enumerate(waves)
-            if number and wave.after is None
-        }
+        if self._is_stored:
+            waves = _with_a_short_end(waves)
+        first = {n: wave for n, wave in enumerate(waves) if n and wave.after is None}
+        arriving = {0: self._take_ahead(waves[0].experts), **self._load(first)}
         fits = len(arriving) == len(waves) and not in_4_bit.any()
-        if fits and not (self._is_stored and len(waves) > 1 and len(waves[0].experts)):
+        if fits and not (self._is_stored and sum(bool(len(wave.experts)) for wave in waves) > 1):
             for events in arriving.values():
                 self._wait(events)
             self._all_arrived(x_MH)
@@ -227,9 +225,9 @@ class ExpertLayer:
             slot_of.fill(NONE)
             slot_of[wave.experts] = wave.slots
             self._add(sum_MH, slot_of[ids], x_MH, weights_MK, ids_MK, run)
-            for later, following in enumerate(waves):
-                if later > number and following.after == number:
-                    arriving[later] = self._load(following)
+            arriving |= self._load(
+                {n: wave for n, wave in enumerate(waves) if wave.after == number}
+            )
         return sum_MH.to(x_MH.dtype)
 
     def _not_loaded(self, weights_MK: torch.Tensor, ids: Experts) -> Mask:
@@ -282,9 +280,12 @@ class ExpertLayer:
             in_time = self._window.seconds * use.num_bytes / use.busy_seconds / self._bundle_bytes
             wave = self.table.plan_ahead(candidates, max(1, round(in_time)))
             self._ahead = {e: of for e, of in self._ahead.items() if self.table.slot_of[e] != NONE}
-            for expert, slot in zip(wave.experts, wave.slots, strict=True):
-                one = Wave(np.array([expert]), np.array([slot]), None)
-                self._ahead[int(expert)] = self._load(one)
+            self._ahead |= self._load(
+                {
+                    int(expert): Wave(np.array([expert]), np.array([slot]), None)
+                    for expert, slot in zip(wave.experts, wave.slots, strict=True)
+                }
+            )
             self.stats.ahead += len(wave.experts)
             self.stats.ahead_bytes += len(wave.experts) * self._bundle_bytes
 
@@ -300,21 +301,29 @@ class ExpertLayer:
                 del self._ahead[expert]
         return events
 
-    def _load(self, wave: Wave) -> list[Event]:
-        """Queue the copies of a wave; they wait for the compute that was submitted so far."""
-        computed = self._device.compute_event()
+    def _load(self, waves: Mapping[int, Wave]) -> dict[int, list[Event]]:
+        """Queue the copies of waves together; they wait for the compute that was submitted so far.
+
+        Returns:
+            What to wait for, by the keys of ``waves``.
+        """
+        if not waves:
+            return {}
+        computed = (self._device.compute_event(),)
         loads = []
-        for rows in self._paged:
-            within = np.arange(rows.num_pages)
-            from_pages = (wave.experts * rows.stride + rows.offset)[:, None] + within
-            to_pages = (wave.slots * rows.num_pages)[:, None] + within
-            pages = Pages(from_pages.ravel()), Pages(to_pages.ravel())
-            copy = self._device.prepare(Direction.READ, rows.source, pages[0], rows.slots, pages[1])
-            loads.append((copy, (computed,)))
-        for rows_of_all, slots in self._host:
-            experts, to_slots = torch.from_numpy(wave.experts), torch.from_numpy(wave.slots)
-            slots[to_slots.to(slots.device)] = rows_of_all[experts].to(slots.device)
-        return self._device.submit_together(loads) if loads else []
+        for wave in waves.values():
+            for rows in self._paged:
+                within = np.arange(rows.slot_pages.shape[1])
+                sources = Pages(((wave.experts * rows.stride)[:, None] + within).ravel())
+                targets = Pages(rows.slot_pages[wave.slots].ravel())
+                of = (rows.source, sources, rows.slots, targets)
+                loads.append((self._device.prepare(Direction.READ, *of), computed))
+            for rows_of_all, slots in self._host:
+                experts, to_slots = torch.from_numpy(wave.experts), torch.from_numpy(wave.slots)
+                slots[to_slots.to(slots.device)] = rows_of_all[experts].to(slots.device)
+        events = self._device.submit_together(loads) if loads else []
+        each = len(self._paged)
+        return {key: events[each * i : each * (i + 1)] for i, key in enumerate(waves)}
 
     def _wait(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -334,3 +343,13 @@ class ExpertLayer:
         self.stats.waves += sum(bool(len(wave.experts)) for wave in waves)
         self.stats.pairs += in_4_bit.size
         self.stats.fallback_pairs += int(in_4_bit.sum())
+
+
+def _with_a_short_end(waves: Sequence[Wave]) -> list[Wave]:
+    """Cut the last wave that is loaded in two, so that little is computed when all have arrived."""
+    *others, last = waves
+    if (count := len(last.experts)) < 2 or not others:
+        return [*waves]
+    at = count - -(-count // 4)
+    cuts = (slice(at), slice(at, None))
+    return [*others, *(Wave(last.experts[cut], last.slots[cut], last.after) for cut in cuts)]

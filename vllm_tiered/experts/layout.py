@@ -8,6 +8,7 @@ column alike (section 3.2). A *slot* is near memory for one bundle.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import GIB, format_bytes
@@ -33,12 +34,10 @@ class ExpertTensor:
     is_resident: bool = False
 
     @property
-    def page_bytes(self) -> int | None:
-        """Bytes of the pages that the row is copied in; None if it stays in host memory."""
-        page_bytes = self.row_bytes & -self.row_bytes  # the largest power of two that divides it
-        if self.is_resident or page_bytes < SMALLEST_PAGE_BYTES:
-            return None
-        return min(page_bytes, LARGEST_PAGE_BYTES)
+    def is_paged(self) -> bool:
+        """Whether the row is copied in pages; otherwise it stays in host memory."""
+        is_whole = self.row_bytes > 0 and self.row_bytes % SMALLEST_PAGE_BYTES == 0
+        return is_whole and not self.is_resident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,7 @@ class ExpertBundle:
     @property
     def paged(self) -> tuple[ExpertTensor, ...]:
         """The tensors whose rows are copied in pages."""
-        return tuple(tensor for tensor in self.tensors if tensor.page_bytes is not None)
+        return tuple(tensor for tensor in self.tensors if tensor.is_paged)
 
     @property
     def in_slots(self) -> "ExpertBundle":
@@ -65,12 +64,14 @@ class ExpertBundle:
     @property
     def small(self) -> tuple[ExpertTensor, ...]:
         """The tensors whose rows stay in host memory."""
-        return tuple(tensor for tensor in self.tensors if tensor.page_bytes is None)
+        return tuple(tensor for tensor in self.tensors if not tensor.is_paged)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages of a file that holds the rows of all paged tensors."""
-        return min((tensor.page_bytes or 0 for tensor in self.paged), default=SMALLEST_PAGE_BYTES)
+        """Bytes of the pages that the rows of all paged tensors are copied in."""
+        blocks = gcd(*(tensor.row_bytes // SMALLEST_PAGE_BYTES for tensor in self.paged)) or 1
+        most = LARGEST_PAGE_BYTES // SMALLEST_PAGE_BYTES
+        return SMALLEST_PAGE_BYTES * max(n for n in range(1, most + 1) if blocks % n == 0)
 
     @property
     def file_pages(self) -> int:

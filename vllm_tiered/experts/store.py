@@ -106,7 +106,7 @@ class ExpertFile:
         pages = self._draft.memory[first : first + self._layer_pages]
         of_experts = pages[: self.num_experts * bundle.file_pages]
         by_expert = of_experts.view(self.num_experts, bundle.file_pages * bundle.page_bytes)
-        for tensor, offset in zip(bundle.paged, self.offsets(), strict=True):
+        for tensor, offset in zip(bundle.paged, self._offsets(), strict=True):
             begin = offset * bundle.page_bytes
             bytes_of = rows[tensor.name].view(torch.uint8).reshape(self.num_experts, -1)
             by_expert[:, begin : begin + tensor.row_bytes].copy_(bytes_of)
@@ -172,7 +172,7 @@ class ExpertFile:
         assert self.bundle is not None
         return self.num_experts * self.bundle.file_pages + self.bundle.small_pages(self.num_experts)
 
-    def offsets(self) -> list[int]:
+    def _offsets(self) -> list[int]:
         """Return the page of an expert at which each paged tensor's row begins."""
         assert self.bundle is not None
         offsets, page = [], 0
@@ -208,22 +208,23 @@ class ExpertFile:
         if pages is None:
             return
         found = pages.contents
-        if found["model"] != mine or found["settings"] != self._about["settings"]:
-            pages.close()
-            logger.warning(
-                "tiered experts: %s is of another configuration, or older than the checkpoint's "
-                "files: it is filled anew",
-                self.path,
-            )
-            return
-        self.layers, self.num_experts = found["layers"], found["num_experts"]
-        self.far_bytes = found["far_bytes"]
-        self.bundle = ExpertBundle(
+        bundle = ExpertBundle(
             tensors=tuple(
                 ExpertTensor(name=name, row_bytes=size, is_resident=is_resident)
                 for name, size, is_resident in found["bundle"]
             )
         )
+        of = (found["model"], found["settings"], pages.page_bytes)
+        if of != (mine, self._about["settings"], bundle.page_bytes):
+            pages.close()
+            logger.warning(
+                "tiered experts: %s is of another configuration or version, or older than the "
+                "checkpoint's files: it is filled anew",
+                self.path,
+            )
+            return
+        self.layers, self.num_experts = found["layers"], found["num_experts"]
+        self.far_bytes, self.bundle = found["far_bytes"], bundle
         self._pages = pages
 
     def _where(self, page: int) -> str:

@@ -19,6 +19,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from errno import EDQUOT, EFBIG, ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, Page
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage.checksums import Checksums, checksum
 from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile
-from vllm_tiered.storage.reader import ScatterReader
+from vllm_tiered.storage.reader import PendingRead, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
 from vllm_tiered.storage.tmpfile import count_free_bytes, create_tmpfile, reserve
 from vllm_tiered.units import MIB, format_bytes
@@ -55,7 +56,7 @@ class Draft:
     """Unpublished file that is filled through a memory mapping.
 
     The system writes mapped pages to the disk when memory is short, so a draft may be larger than
-    memory.
+    memory. It may also serve as a tensor's memory, and never be published.
 
     Args:
         folder: the folder in which the file will be published.
@@ -117,6 +118,24 @@ class Draft:
                 f"{path} cannot be published ({error.strerror}): "
                 f"{'make room, or ' if full else ''}give another {self._knob}"
             ) from error
+
+    def write_back(self, begin: int, end: int) -> None:
+        """Write a range of bytes to the disk, and free its memory; it is read again when used.
+
+        Args:
+            begin: first byte, a multiple of ``ALIGNMENT``.
+            end: one past the last byte.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._map.flush(begin, end - begin)
+        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+    def expect_reads(self, *, scattered: bool) -> None:
+        """Let the system read the pages that are used alone, or also those that follow them."""
+        self._map.madvise(mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL)
 
     def close(self) -> None:
         """Close the file; an unpublished one is deleted. Idempotent."""
@@ -266,9 +285,18 @@ class ImmutableFile(PageStore):
         Raises:
             IntegrityError: a page is lost; the message names the file and the page's owner.
         """
+        return self.begin_read(page_ids, near, near_pages)()
+
+    def begin_read(
+        self, page_ids: PageIds, near: PageBuffer, near_pages: Pages
+    ) -> Callable[[], PageIds]:
         assert near.words is not None, "read into memory that the CPU addresses"
         assert not self.is_direct or near.data.data_ptr() % ALIGNMENT == 0, "this costs a copy"
-        self._reader.submit(self._section, page_ids, near.data, near_pages.ids).wait()
+        pending = self._reader.submit(self._section, page_ids, near.data, near_pages.ids)
+        return partial(self._end_read, pending)
+
+    def _end_read(self, pending: PendingRead) -> PageIds:
+        pending.wait()
         return NO_PAGES
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> NoReturn:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageIds
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.storage.immutable_file import ImmutableFile
+from vllm_tiered.storage.reader import PendingRead
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -21,9 +22,9 @@ class RewritableFile(ImmutableFile):
 
     is_cancelled = False
 
-    def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
+    def _end_read(self, pending: PendingRead) -> PageIds:
         try:
-            return super().read(page_ids, near, near_pages)
+            return super()._end_read(pending)
         except IntegrityError as error:
             if self.is_cancelled or not set_aside(self.path):
                 raise

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's result does not depend on slots, tiers or the order in which copies arrive."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,9 @@ from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.experts.fallback import Fallback, pairs_not_loaded
-from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
+from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows, _with_a_short_end
 from vllm_tiered.experts.policy import Lru
-from vllm_tiered.experts.slot_table import SlotTable
+from vllm_tiered.experts.slot_table import SlotTable, Wave
 from vllm_tiered.storage.direct_file import aligned_pages
 
 NUM_EXPERTS, TOP_K, HIDDEN, PAGE = 12, 3, 32, 4096
@@ -36,7 +37,10 @@ def make(num_slots, *, device=None, is_stored=True, fallback=None):
         table=SlotTable(num_slots, Lru(NUM_EXPERTS)),
         paged=[
             PagedRows(
-                PageBuffer(rows.view(torch.uint8).view(-1, PAGE)), PageBuffer(memory), 1, 1, 0
+                PageBuffer(rows.view(torch.uint8).view(-1, PAGE)),
+                PageBuffer(memory),
+                np.arange(num_slots)[:, None],
+                1,
             )
         ],
         host=[HostRows(bias, slot_bias)],
@@ -145,9 +149,10 @@ def test_the_result_does_not_depend_on_what_was_loaded_ahead(num_slots, late):
 
 def test_loads_ahead_that_nobody_waits_for_make_the_result_wrong():
     """The control of the test above."""
-    made = make(5, device=DelayedDevice(0, 0.02))
+    made = make(5, device=DelayedDevice(0, 0.0))
     x, weights = torch.randn(1, HIDDEN), torch.ones(1, TOP_K)
     made.layer.compute(x, weights, torch.tensor([[0, 1, 2]]), made.run)
+    made.device.thread_class.delay = lambda thread: time.sleep(0.1)
     made.layer.load_ahead(np.array([3]))
     made.layer._take_ahead = lambda hits: []
     ids = torch.tensor([[1, 2, 3]])
@@ -280,3 +285,17 @@ def test_ids_that_the_gpu_met_and_that_are_no_experts_are_an_error():
     assert (layer.stats.hits, layer.stats.misses, layer.stats.pairs) == (1, 2, 3)
     with pytest.raises(IntegrityError, match="named 2 experts that are none"):
         layer.count_on_device(1, 3, 0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("misses", "parts"), [(0, [2]), (1, [2, 1]), (2, [2, 1, 1]), (8, [2, 6, 2])]
+)
+@pytest.mark.parametrize("after", [None, 0])
+def test_the_last_wave_ends_with_a_short_part(misses, parts, after):
+    hits = Wave(np.array([0, 1]), np.array([3, 5]), None)
+    loaded = Wave(np.arange(2, 2 + misses), np.arange(6, 6 + misses), after)
+    waves = _with_a_short_end([hits, loaded] if misses else [hits])
+    assert [len(wave.experts) for wave in waves] == parts and waves[0] is hits
+    assert [e for wave in waves[1:] for e in wave.experts] == loaded.experts.tolist()
+    assert [e for wave in waves[1:] for e in wave.slots] == loaded.slots.tolist()
+    assert {wave.after for wave in waves[1:]} <= {after}

@@ -39,19 +39,31 @@ def test_a_budget_below_one_token_is_refused_with_the_number_that_is_enough():
 
 @pytest.mark.parametrize(
     ("row_bytes", "page_bytes"),
-    [(4096, 4096), (3 * 4096, 4096), (5 << 20, 1 << 20), (2048, None), (4100, None)],
+    [
+        (4096, 4096),
+        (3 * 4096, 3 * 4096),
+        (5 << 20, 1 << 20),
+        (9 << 18, 3 << 18),
+        (4096 * 257, 4096),
+    ],
 )
-def test_pages_are_whole_blocks_or_none(row_bytes, page_bytes):
-    assert ExpertTensor(name="w", row_bytes=row_bytes).page_bytes == page_bytes
+def test_pages_are_the_largest_that_divide_a_row(row_bytes, page_bytes):
+    tensor = ExpertTensor(name="w", row_bytes=row_bytes)
+    assert tensor.is_paged and ExpertBundle(tensors=(tensor,)).page_bytes == page_bytes
+
+
+@pytest.mark.parametrize("row_bytes", [0, 2048, 4100])
+def test_rows_that_are_not_whole_blocks_are_not_paged(row_bytes):
+    assert not ExpertTensor(name="w", row_bytes=row_bytes).is_paged
 
 
 def test_pages_of_a_file_divide_every_row():
     bundle = ExpertBundle(
         tensors=(
-            ExpertTensor(name="a", row_bytes=3 * 8192),
+            ExpertTensor(name="a", row_bytes=9 * 8192),
             ExpertTensor(name="bias", row_bytes=100),
-            ExpertTensor(name="b", row_bytes=4096),
+            ExpertTensor(name="b", row_bytes=3 * 4096),
         )
     )
     assert [tensor.name for tensor in bundle.paged] == ["a", "b"]
-    assert bundle.page_bytes == 4096 and bundle.file_pages == 7
+    assert bundle.page_bytes == 3 * 4096 and bundle.file_pages == 7

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import threading
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageBuffer, Pages
+from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file, reader
 from vllm_tiered.storage.direct_file import aligned_pages
@@ -296,6 +298,124 @@ def test_reads_overlap(file, monkeypatch):
 
     Disk(monkeypatch, meet)
     read(file, 0, 40, near(40))
+
+
+def together(device, file, buffer, *parts):
+    """Queue a read of each part, (first page, number), to the same places; return their events."""
+    copies = [
+        device.prepare(Direction.READ, file.buffer(), run_of(*part), buffer, run_of(*part))
+        for part in parts
+    ]
+    return device.submit_together([(one, ()) for one in copies])
+
+
+def test_reads_that_are_queued_together_overlap(file, monkeypatch):
+    gate = threading.Barrier(2)
+
+    def meet(call):
+        gate.wait(timeout=60)
+
+    Disk(monkeypatch, meet)
+    device, buffer = CpuDevice(), near(40)
+    for event in together(device, file, buffer, (0, 4), (10, 4)):
+        device.wait(event)
+    assert all(torch.equal(buffer.data[page], content(page)) for page in (0, 3, 10, 13))
+    assert device.use(Direction.READ).num_bytes == 8 * PAGE
+    device.close()
+
+
+def test_with_a_throttle_they_do_not(file, monkeypatch):
+    reads: list[int] = []
+    Disk(monkeypatch, reads.append)
+    device = CpuDevice(throttles={Direction.READ: Throttle(1e9)})
+    begun: list[int] = []
+    begin = device.thread_class.begin
+
+    def counting(thread, job):
+        begun.append(len(reads))
+        begin(thread, job)
+
+    monkeypatch.setattr(device.thread_class, "begin", counting)
+    for event in together(device, file, near(40), (0, 4), (10, 4)):
+        device.wait(event)
+    assert begun == [0, 1]
+    device.close()
+
+
+def test_when_one_of_them_cannot_begin_none_completes(file, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(file, "begin_read", fail)
+    device = CpuDevice()
+    for event in together(device, file, near(40), (0, 4), (10, 4)):
+        with pytest.raises(RuntimeError, match="no thread"):
+            device.wait(event)
+    device.close()
+
+
+def test_a_read_that_fails_is_said_when_all_have_ended(file, monkeypatch):
+    """Otherwise the others would still write to memory that may be freed."""
+    awake = threading.Event()
+
+    def first_fails(call):
+        if call in (1, 2):  # the first read, and its first page again
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        awake.wait(timeout=60)
+
+    monkeypatch.setattr(file._reader._pool, "size", 1)  # one after the other
+    Disk(monkeypatch, first_fails)
+    device, buffer = CpuDevice(), near(40)
+    failed, other = together(device, file, buffer, (0, 4), (10, 4))
+    for event in (failed, other):
+        with pytest.raises(IntegrityError, match="cannot be read"):
+            device.wait(event)
+    assert not torch.equal(buffer.data[10], content(10))
+    awake.set()
+    device.close()  # it waits for the thread
+    assert torch.equal(buffer.data[10], content(10))
+    assert not device._threads[Direction.READ]._begun
+
+
+def test_a_read_that_has_to_wait_begins_later(file):
+    device, buffer = CpuDevice(), near(40)
+    (gate,) = device.deferred_events(1)
+    parts = [
+        device.prepare(Direction.READ, file.buffer(), run_of(*part), buffer, run_of(*part))
+        for part in ((0, 4), (10, 4), (20, 4))
+    ]
+    events = device.submit_together([(parts[0], ()), (parts[1], (gate,)), (parts[2], ())])
+    device.wait(events[0])
+    assert not events[1].done() and torch.equal(buffer.data[3], content(3))
+    assert not torch.equal(buffer.data[10], content(10))
+    device.signal(gate)
+    for event in events[1:]:
+        device.wait(event)
+    assert all(torch.equal(buffer.data[page], content(page)) for page in (10, 13, 20, 23))
+    device.close()
+
+
+def test_a_draft_gives_its_memory_back_and_keeps_its_contents(tmp_path):
+    draft = Draft(tmp_path, 40, PAGE, knob="weights.storage_path")
+    for page in range(40):
+        draft.memory[page] = content(page)
+    draft.expect_reads(scattered=True)
+    resident = resident_bytes(draft.memory)
+    draft.write_back(0, 30 * PAGE)
+    assert resident_bytes(draft.memory) == resident - 30 * PAGE
+    assert all(torch.equal(draft.memory[page], content(page)) for page in range(40))
+    draft.close()
+
+
+def resident_bytes(memory):
+    """Return the bytes of a mapping that this process has in its page tables."""
+    address = memory.data_ptr()
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="ascii").splitlines())
+    for line in lines:
+        begin, _, rest = line.partition("-")
+        if rest and int(begin, 16) <= address < int(rest.split()[0], 16):
+            return next(int(of.split()[1]) << 10 for of in lines if of.startswith("Rss:"))
+    raise AssertionError("no such mapping")
 
 
 def test_it_is_not_written_to(file):

@@ -65,7 +65,7 @@ class Adopted:
                     f"{self.layer.layer_name}: its kernel lays {tensor.name} out in an order of "
                     "its own: leave tiered.experts.near_gib out for this model"
                 )
-            if tensor.page_bytes is None:
+            if not tensor.is_paged:
                 memory = device.host_buffer(rows.nbytes)
             else:
                 pages = device.far_buffer(rows.nbytes // bundle.page_bytes, bundle.page_bytes)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from vllm_tiered.adapter.experts import copies
@@ -11,7 +12,7 @@ from vllm_tiered.adapter.experts.tensors import bundle_of, processed_tensors, ta
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.devices.mailbox import Mailbox
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.experts.layer import ExpertLayer, HostRows, PagedRows
 from vllm_tiered.experts.layout import ExpertBundle
@@ -61,14 +62,20 @@ class Slots:
         if adopted.stored:
             stored = self._stored_rows(adopted, bundle)
             adopted.copies = copies.from_rows(stored, adopted.copy_shapes)
+        page_bytes, pages = bundle.page_bytes, _slot_pages(bundle, self.count)
+        memory = aligned_pages(pages.size, page_bytes, self.near)
+        memory.zero_()
+        near, first_page = PageBuffer(memory), 0
         paged: list[PagedRows] = []
+        if adopted.stored and self.file is not None:
+            source = self.file.source(layer.layer_name)
+            paged.append(PagedRows(source, near, pages, bundle.file_pages))
         host: list[HostRows] = []
         on_device: list[ExpertRows] = []
-        offsets = iter(self.file.offsets() if adopted.stored and self.file else ())
         for tensor in bundle.tensors:
             rows = adopted.far.get(tensor.name, tensors[tensor.name])
             shape = (self.count, *rows.shape[1:])
-            if tensor.page_bytes is None:
+            if not tensor.is_paged:
                 slots = rows.new_zeros(shape, device=self.near)
                 of_all = rows if tensor.name in adopted.far else rows.clone()
                 if tensor.name in stored:
@@ -77,21 +84,17 @@ class Slots:
                 host.append(HostRows(of_all, slots))
                 self.far_bytes += of_all.nbytes
             else:
-                page_bytes = bundle.page_bytes
                 num_pages = tensor.row_bytes // page_bytes
-                memory = aligned_pages(self.count * num_pages, page_bytes, self.near)
-                memory.zero_()
-                slots = memory.view(-1).view(rows.dtype).view(shape)
-                if adopted.stored and self.file is not None:
-                    source = self.file.source(layer.layer_name)
-                    stride, offset = bundle.file_pages, next(offsets)
-                else:
+                of_slots = near.part(first_page, self.count * num_pages)
+                first_page += self.count * num_pages
+                slots = of_slots.data.view(-1).view(rows.dtype).view(shape)
+                if not adopted.stored:
                     source = adopted.far_pages.get(
                         tensor.name, PageBuffer(rows.view(torch.uint8).view(-1, page_bytes))
                     )
-                    stride, offset = num_pages, 0
+                    own = np.arange(self.count * num_pages).reshape(self.count, num_pages)
+                    paged.append(PagedRows(source, of_slots, own, num_pages))
                     self.far_bytes += rows.nbytes
-                paged.append(PagedRows(source, PageBuffer(memory), num_pages, stride, offset))
             on_device.append(ExpertRows(rows, slots))
             layer.get_parameter(tensor.name).data = slots
             self.near_bytes += slots.nbytes
@@ -146,3 +149,16 @@ class Slots:
                 "next start fills it anew"
             )
         return self.file.small_rows(layer.layer_name)
+
+
+def _slot_pages(bundle: ExpertBundle, count: int) -> PageIds:
+    """Return the pages of each of ``count`` slots, int64 [count, pages of a bundle].
+
+    The rows of one tensor follow one another, as a kernel wants them.
+    """
+    parts, first = [], 0
+    for tensor in bundle.paged:
+        num_pages = tensor.row_bytes // bundle.page_bytes
+        parts.append(first + np.arange(count * num_pages).reshape(count, num_pages))
+        first += count * num_pages
+    return np.concatenate(parts, axis=1) if parts else np.empty((count, 0), dtype=np.int64)
