@@ -12,8 +12,10 @@ import torch
 from benchmarks.inputs.int4_checkpoint import int4_model_dir
 from tests.e2e import harness
 from tests.e2e.harness import engine, generate, random_prompts, run
+from tests.e2e.test_experts import damage_slots
+from vllm_tiered.adapter.experts.int4 import compute
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.experts.layer import ExpertLayer
+from vllm_tiered.experts.int4.packing import quantise
 
 pytestmark = pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(), reason="vLLM's own kernel computes them on AMX"
@@ -63,18 +65,26 @@ def test_tokens_with_slots(tmp_path: Path, form: str) -> None:
 def test_one_wrong_byte_of_a_slot_changes_the_tokens(monkeypatch) -> None:
     """The control of the test above."""
     harness.PATHS["int4"] = str(int4_model_dir("mixtral", "compressed", group=32)[0])
-    load = ExpertLayer._load
-
-    def damaging(layer, wave):
-        events = load(layer, wave)
-        for event in events:
-            event.wait()
-        layer._paged[0].slots.data[wave.slots[0] * layer._paged[0].num_pages, 3] ^= 0x77
-        return events
-
-    monkeypatch.setattr(ExpertLayer, "_load", damaging)
+    damage_slots(monkeypatch, 0x77)
     found = run("int4", PROMPTS, KV_OFF, experts=slots(3))
     assert found.tokens != run("int4", PROMPTS, KV_OFF).tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_alone_and_together(dtype) -> None:
+    """Waves compute each pair of a token and an expert as a row; more rows than a chunk has."""
+    torch.manual_seed(0)
+    up, down = quantise(torch.randn(4, 64, 64), 32), quantise(torch.randn(4, 64, 32), 32)
+    parts = (*up, None, *down, None)
+    x, ids = torch.randn(600, 64).to(dtype), torch.randint(0, 4, (600, 2))
+    weights = torch.rand(600, 2)
+    alone = [
+        compute(x.float(), weights[:, k : k + 1], ids[:, k : k + 1], parts, "silu", None)
+        for k in range(2)
+    ]
+    together = compute(x, weights, ids, parts, "silu", None)
+    expected = (alone[0].double() + alone[1].double()).to(dtype)
+    assert torch.equal(together, expected)
 
 
 @pytest.mark.parametrize("experts", [{}, slots(3)], ids=["in memory", "slots"])

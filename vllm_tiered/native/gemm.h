@@ -48,7 +48,15 @@ enum ScaleType : int32_t { kNoScale, kHalfScale, kBFloatScale, kFloatScale };
 struct Weights {
     std::vector<Segment> segments;
     int32_t scale_type;
+    int64_t pair_group;  // see `pair_group`
 };
+
+// Returns the length of a group of nibbles if each byte's two nibbles are in groups of whole vectors
+// that begin at the same byte; otherwise 0.
+inline int64_t pair_group(int64_t hidden, int64_t num_groups) {
+    const int64_t group = hidden / std::max<int64_t>(1, num_groups);
+    return num_groups % 2 == 0 && num_groups > 0 && group % kWidth == 0 ? group : 0;
+}
 
 // Weights and scales of one matrix's row.
 struct Row {
@@ -56,16 +64,28 @@ struct Row {
     const void* scales;
 };
 
+template <int32_t kScaleType>
+inline float scale_of(const Row& row, int64_t group) {
+    if constexpr (kScaleType == kNoScale)
+        return 1.0f;
+    else if constexpr (kScaleType == kHalfScale)
+        return half_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+    else if constexpr (kScaleType == kBFloatScale)
+        return bfloat_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+    else
+        return static_cast<const float*>(row.scales)[group];
+}
+
 inline float scale_of(const Weights& weights, const Row& row, int64_t group) {
     switch (weights.scale_type) {
         case kNoScale:
-            return 1.0f;
+            return scale_of<kNoScale>(row, group);
         case kHalfScale:
-            return half_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+            return scale_of<kHalfScale>(row, group);
         case kBFloatScale:
-            return bfloat_to_float(static_cast<const uint16_t*>(row.scales)[group]);
+            return scale_of<kBFloatScale>(row, group);
         default:
-            return static_cast<const float*>(row.scales)[group];
+            return scale_of<kFloatScale>(row, group);
     }
 }
 
@@ -119,8 +139,54 @@ inline void dot_segment(const Segment& segment, const Row* rows, const float* sc
         }
 }
 
+// `dots` of nibbles, where `pair_group` is not 0: both of a byte are computed together, so that it is
+// loaded and widened once. The same sums, bit by bit. Rows follow one another, so the next S of them
+// are prefetched meanwhile.
+template <class Low, class High, int S, int T, int32_t kScaleType>
+void paired_dots(const Weights& weights, const Row* rows, const float* const* x, float* sums) {
+    const int64_t group = weights.pair_group;
+    const int64_t num_groups = int64_t(weights.segments.size()), half = num_groups / 2 * group;
+    Vector total[S][T];
+    for (int s = 0; s < S; ++s)
+        for (int t = 0; t < T; ++t) total[s][t] = spread(0.0f);
+    for (int64_t g = 0, j = 0; g < num_groups / 2; ++g) {
+        Vector low[S][T], high[S][T];
+        for (int s = 0; s < S; ++s)
+            for (int t = 0; t < T; ++t) low[s][t] = high[s][t] = spread(0.0f);
+        for (const int64_t end = j + group; j < end; j += kWidth)
+            for (int s = 0; s < S; ++s) {
+                __builtin_prefetch(rows[s].weights + j + S * half);
+                const Vector w_low = Low::vector(rows[s].weights, j);
+                const Vector w_high = High::vector(rows[s].weights, j);
+                for (int t = 0; t < T; ++t) {
+                    low[s][t] = multiply_add(w_low, load(x[t] + j), low[s][t]);
+                    high[s][t] = multiply_add(w_high, load(x[t] + half + j), high[s][t]);
+                }
+            }
+        for (int s = 0; s < S; ++s) {
+            const Vector of_low = spread(scale_of<kScaleType>(rows[s], g));
+            const Vector of_high = spread(scale_of<kScaleType>(rows[s], num_groups / 2 + g));
+            for (int t = 0; t < T; ++t) {
+                total[s][t] = multiply_add(low[s][t], of_low, total[s][t]);
+                total[s][t] = multiply_add(high[s][t], of_high, total[s][t]);
+            }
+        }
+    }
+    for (int s = 0; s < S; ++s)
+        for (int t = 0; t < T; ++t) sums[s * T + t] = sum(total[s][t]);
+}
+
 template <class Low, class High, int S, int T>
 void dots(const Weights& weights, const Row* rows, const float* const* x, float* sums) {
+    // A larger tile would not fit the registers.
+    if constexpr (kIsShort<Low, High> && Low::kVectors == 1 && S * T <= 8) {
+        if (weights.pair_group && weights.scale_type == kBFloatScale)
+            return paired_dots<Low, High, S, T, kBFloatScale>(weights, rows, x, sums);
+        if (weights.pair_group && weights.scale_type == kHalfScale)
+            return paired_dots<Low, High, S, T, kHalfScale>(weights, rows, x, sums);
+        if (weights.pair_group && weights.scale_type == kFloatScale)
+            return paired_dots<Low, High, S, T, kFloatScale>(weights, rows, x, sums);
+    }
     Vector total[S][T];
     float rest[S][T] = {};
     for (int s = 0; s < S; ++s)

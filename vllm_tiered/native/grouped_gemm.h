@@ -34,7 +34,8 @@ class GroupedGemm {
    public:
     explicit GroupedGemm(const GroupedCall& call)
         : call_(call),
-          weights_{segments(call.length, call.num_groups, true, call.length), call.scale_type} {}
+          weights_{segments(call.length, call.num_groups, true, call.length), call.scale_type,
+                   pair_group(call.length, call.num_groups)} {}
 
     void run() {
         if (call_.zeros != nullptr) sum_groups();

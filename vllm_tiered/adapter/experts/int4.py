@@ -182,6 +182,9 @@ def compute(
         in_order = pairs._replace(rows=torch.arange(len(order)))
         y_PH = grouped_gemm(a_PI, in_order, down, parts[7])
         y_PH *= weights_MK[part].reshape(-1, 1)[order].float()
+        if ids_MK.shape[1] == 1:
+            out_MH[part].index_copy_(0, pairs.rows, y_PH.to(x_MH.dtype))
+            continue
         # In float64, so that the order of the experts, which slots change, does not matter.
         sum_MH = torch.zeros(x_MH[part].shape, dtype=torch.float64)
         out_MH[part] = sum_MH.index_add_(0, pairs.rows, y_PH.double()).to(x_MH.dtype)
