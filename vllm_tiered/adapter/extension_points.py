@@ -174,6 +174,7 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 EXPERT_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         f"{_FUSED_MOE}.routed_experts.RoutedExperts",
@@ -188,6 +189,16 @@ EXPERT_POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
             "_forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)",
         ),
         "experts between CUDA graphs",
+    ),
+    (
+        f"{_EMBEDDING}.VocabParallelEmbedding",
+        ("__init__",),
+        "embeddings in a file",
+    ),
+    (
+        f"{_EMBEDDING}.UnquantizedEmbeddingMethod",
+        ("process_weights_after_loading(layer)",),
+        "embeddings in a file",
     ),
     (
         f"{_FUSED_MOE}.fused_moe_method_base.FusedMoEMethodBase",

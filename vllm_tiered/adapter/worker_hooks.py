@@ -214,11 +214,13 @@ def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
     # Imported only for an engine that wants it: vLLM's layers of experts take seconds to import.
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from vllm_tiered.adapter.experts.engine import ExpertsEngine
 
     compat.wrap_once(RoutedExperts, "__init__", _init_routed_experts)
     compat.wrap_once(MoERunner, "__init__", _init_moe_runner)
+    compat.wrap_once(VocabParallelEmbedding, "__init__", _init_embedding)
     parallel = vllm_config.parallel_config
     engine = ExpertsEngine(
         config,
@@ -243,13 +245,22 @@ def _init_moe_runner(original: Any, runner: Any, *args: Any, **kwargs: Any) -> N
         engine.adopt_runner(runner)
 
 
+def _init_embedding(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    original(layer, *args, **kwargs)
+    if (engine := _experts_of_this_model()) is not None:
+        engine.adopt_embedding(layer)
+
+
 def _experts_of_this_model() -> "ExpertsEngine | None":
     """Return the experts of the engine whose model is being built."""
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
 
+    current = get_current_vllm_config_or_none()
+    if not _experts or current is None:  # vLLM builds some layers without a configuration
+        return None
     # A model within a model is built under a configuration of its own, but the same context.
-    context = get_current_vllm_config().compilation_config.static_forward_context
-    return _experts[-1][1] if _experts and _experts[-1][1].is_of(context) else None
+    engine = _experts[-1][1]
+    return engine if engine.is_of(current.compilation_config.static_forward_context) else None
 
 
 def _has_quantized_experts(vllm_config: Any) -> bool:

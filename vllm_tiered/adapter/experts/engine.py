@@ -26,6 +26,7 @@ from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.experts import copies, graphs
 from vllm_tiered.adapter.experts.adopted import Adopted
+from vllm_tiered.adapter.experts.embeddings import Embeddings
 from vllm_tiered.adapter.experts.lookahead import Lookahead
 from vllm_tiered.adapter.experts.slots import Slots
 from vllm_tiered.adapter.experts.tensors import (
@@ -82,6 +83,10 @@ class ExpertsEngine:
         self._device = make_device()
         self._layers: list[Adopted] = []
         self._slots = Slots(config=config, device=self._device)
+        self._embeddings: Embeddings | None = None
+        if config.storage_path is not None and not self._device.has_device_memory:
+            folder = Path(config.storage_path)
+            self._embeddings = Embeddings(folder, self._is_any_stored, self._bytes_to_reserve)
         self._far_bytes = 0
         self._far_budget: float | None = None
         self._stored_bytes = 0
@@ -138,6 +143,11 @@ class ExpertsEngine:
         """Prepare what computes a layer, routing and shared experts included, for CUDA graphs."""
         if self._device.has_device_memory:
             graphs.write_to_fixed_memory(runner)
+
+    def adopt_embedding(self, layer: Any) -> None:
+        """Let a new embedding take little memory if experts are in a file."""
+        if self._embeddings is not None:
+            self._embeddings.adopt(layer)
 
     def finish(self, model: torch.nn.Module) -> None:
         """Publish the file of stored experts and say what was taken over, after loading.
@@ -216,6 +226,8 @@ class ExpertsEngine:
         for adopted in self._layers:
             adopted.close_drafts()
         self._layers, self._context = [], {}
+        if self._embeddings is not None:
+            self._embeddings.close()
         self._slots.close()
         if self._file is not None:
             self._file.cancel()
@@ -303,6 +315,14 @@ class ExpertsEngine:
             far_gib = self._config.far_gib
             self._far_budget = FAR_SHARE * usable if far_gib == "auto" else float(far_gib) * GIB
         return self._far_bytes + num_bytes > self._far_budget
+
+    def _is_any_stored(self) -> bool:
+        return any(one.stored for one in self._layers)
+
+    def _bytes_to_reserve(self) -> int:
+        """Return the disk space that the file of experts is still going to take."""
+        is_reserved = self._file is None or self._file.is_filled or self._file.layers
+        return 0 if is_reserved else self._stored_bytes
 
     def _prepare_loading(self, adopted: Adopted, bundle: ExpertBundle) -> None:
         """Let the loader skip a stored layer's tensors, or write large ones to files on the disk.
@@ -420,6 +440,7 @@ class ExpertsEngine:
             near_bytes=self._slots.near_bytes,
             far_bytes=self._slots.far_bytes,
             storage_bytes=self._file.num_bytes if self._file is not None else 0,
+            embedding_bytes=self._embeddings.file_bytes if self._embeddings is not None else 0,
         )
 
 

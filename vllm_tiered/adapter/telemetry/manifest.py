@@ -263,6 +263,7 @@ class ExpertsManifest:
         near_bytes: near memory of all slots.
         far_bytes: host memory that holds experts.
         storage_bytes: bytes of experts in a file.
+        embedding_bytes: bytes of embeddings in files, whose rows are read as tokens name them.
     """
 
     num_layers: int
@@ -273,6 +274,7 @@ class ExpertsManifest:
     near_bytes: int
     far_bytes: int
     storage_bytes: int
+    embedding_bytes: int = 0
 
     @property
     def active(self) -> bool:
@@ -291,6 +293,8 @@ class ExpertsManifest:
                 f"experts of {self.num_layers} layers, {format_bytes(self.near_bytes)}"
             )
         stored = f", {format_bytes(self.storage_bytes)} in a file" if self.storage_bytes else ""
+        if self.embedding_bytes:
+            stored += f", and {format_bytes(self.embedding_bytes)} of embeddings"
         return (
             f"tiered experts: took over {self.num_layers} layers of {self.num_experts} experts, "
             f"top {self.top_k}: {self.slots} slots a layer ({self.policy}), "
