@@ -13,8 +13,8 @@ from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.shapes import random_model_dir
 from benchmarks.peers.model import OLMOE_SHAPES
-from benchmarks.suites.experts import offload, replay
-from benchmarks.suites.experts.offload import Settings
+from benchmarks.suites.experts import offload, offload_peer, replay
+from benchmarks.suites.experts.offload_settings import Settings
 from benchmarks.suites.experts.offload_summary import IN_MEMORY, LLAMA, OURS, bound
 
 SHAPE = OLMOE_SHAPES["olmoe-0.9b"]
@@ -41,7 +41,7 @@ class Runs:
         self.tokens = [[1, 2, 3]]
         self.read_ahead: int | None = None
         monkeypatch.setattr(memory_capped, "measure", self)
-        monkeypatch.setattr(offload, "read_ahead", self.reading_ahead)
+        monkeypatch.setattr(offload_peer, "read_ahead", self.reading_ahead)
         monkeypatch.setattr(offload, "read_ahead_kib", lambda path: 8192)
 
     @contextmanager
@@ -178,7 +178,7 @@ def test_without_the_right_to_set_it_llama_cpp_has_this_machines_read_ahead(
             raise PermissionError("no")
         yield
 
-    monkeypatch.setattr(offload, "read_ahead", refused)
+    monkeypatch.setattr(offload_peer, "read_ahead", refused)
     _, _, result = measured(tmp_path, batches=(1,))
     assert result["llama_cpp"] == {"1": {"threads": 8, "read_ahead_kib": 8192}}
     assert not result["skipped_peers"]

@@ -27,26 +27,23 @@ whose experts all have slots against vLLM's alone.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import memory_capped
 from benchmarks.harness.cache import cache_root
-from benchmarks.harness.disk import read_ahead, read_ahead_kib, sequential_read_gb_per_s
-from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
+from benchmarks.harness.disk import read_ahead_kib, sequential_read_gb_per_s
+from benchmarks.harness.memory_capped_peers import lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
-from benchmarks.harness.runner import MeasurementError
-from benchmarks.inputs.routing_trace import PUBLISHED, synthetic_routing
 from benchmarks.inputs.shapes import random_model_dir
 from benchmarks.peers.model import MIXTURES, model_dir
 from benchmarks.suites.experts import replay
+from benchmarks.suites.experts.offload_peer import Llama, best_llama, read_ahead_of
+from benchmarks.suites.experts.offload_routing import decode_as_given, routings
+from benchmarks.suites.experts.offload_settings import PROFILES, Settings, stored, vllm_command
 from benchmarks.suites.experts.offload_summary import (
     DEFINITIONS,
     IN_MEMORY,
@@ -56,99 +53,22 @@ from benchmarks.suites.experts.offload_summary import (
     summarise,
     summarise_lookahead,
     summarise_prompt,
-    summarise_synthetic,
     table,
 )
-from benchmarks.suites.experts.routed_run import Run
 from vllm_tiered.experts.policy import POLICIES
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
 
-_LLAMA_THREADS = (4, 2, 8)
-_READ_AHEAD_KIB = (None, 128, 1024)
-"""Read ahead of a page fault: what this machine has, Linux's default, and between."""
-
 PROMPT_TOKEN_BYTES = 256 << 10
 """Memory that a token of a long prompt takes, generously."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Settings of one profile.
-
-    Attributes:
-        long_prompt_tokens: tokens of the prompt that is timed by itself.
-        shape: a name of `benchmarks.peers.model.MIXTURES`.
-        batches: numbers of requests that decode together.
-        memory_share: share of the weights that memory holds beside what vLLM takes.
-        limit_gb: the limit itself, instead; 0 for `memory_share`.
-        control_rounds: rounds of the control with a slot for each expert.
-        lookahead_rounds: rounds of reading ahead, off and on.
-        curves: published hit curves that one request's routing gets.
-        in_memory: measure vLLM with all weights in memory, too, without a limit.
-        peers_python: the interpreter that has llama.cpp beside it ("": this one).
-        folder: where models and stores are kept, on the disk under test ("": the cache folder).
-    """
-
-    shape: str
-    new_tokens: int
-    rounds: int
-    batches: tuple[int, ...] = (1, 8)
-    memory_share: float = 0.5
-    limit_gb: float = 0.0
-    prompt_tokens: int = 12
-    long_prompt_tokens: int = 512
-    threads: int = 2
-    policy: str = "lfu"
-    control_rounds: int = 5
-    lookahead_rounds: int = 3
-    curves: tuple[str, ...] = tuple(PUBLISHED)
-    in_memory: bool = True
-    peers_python: str = ""
-    folder: str = ""
-
-    def load(self, batch: int) -> memory_capped.Load:
-        """Return what is decoded."""
-        return memory_capped.Load(
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            batch=batch,
-            threads=self.threads,
-        )
-
-
-PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(
-        shape="olmoe-0.9b",
-        new_tokens=24,
-        rounds=1,
-        batches=(1,),
-        control_rounds=1,
-        lookahead_rounds=0,
-        curves=("imp #2061",),
-    ),
-    "full": Settings(shape="olmoe-7b", new_tokens=32, rounds=3),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Llama:
-    """llama.cpp at its best.
-
-    Attributes:
-        read_ahead_kib: what the kernel reads ahead of a page fault; None for the machine's own.
-    """
-
-    command: list[str]
-    read_ahead_kib: int | None
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
     per_round = 3 + settings.in_memory
     per_batch = 1 + settings.rounds * per_round
-    routings = sum(len(_routings(settings, batch)) for batch in settings.batches)
-    others = 2 * settings.rounds * (1 + routings) + 2 * settings.lookahead_rounds
+    given = sum(len(routings(settings, batch)) for batch in settings.batches)
+    others = 2 * settings.rounds * (1 + given) + 2 * settings.lookahead_rounds
     return 5 + len(settings.batches) * per_batch + others
 
 
@@ -181,7 +101,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     skipped = lacking([LLAMA], settings.peers_python or sys.executable)
     for batch in settings.batches:
         near[batch] = _near_bytes(settings, model, store, limit, batch)
-        llama, why = _llama_command(settings, model, folder, batch, limit_bytes, skipped)
+        llama, why = best_llama(settings, model, folder, batch, limit_bytes, skipped)
         skipped |= why
         if llama:
             tuned[batch] = {
@@ -199,7 +119,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             by_batch[batch].append(
                 _round(settings, model, store, batch, near[batch], llama, index, limit_bytes, step)
             )
-        synthetic[str(batch)] = _synthetic(
+        synthetic[str(batch)] = decode_as_given(
             settings, model, store, batch, near[batch], llama, limit_bytes, step
         )
     return summarise(MIXTURES[settings.shape], by_batch) | {
@@ -225,7 +145,7 @@ def _round(
     store: Path,
     batch: int,
     near_bytes: int,
-    llama: _Llama | None,
+    llama: Llama | None,
     index: int,
     limit_bytes: int | None,
     step: Step,
@@ -234,17 +154,17 @@ def _round(
     disk = sequential_read_gb_per_s(sorted(model.glob("*.safetensors")))
     step(f"batch {batch}, round {index + 1}: the disk reads {disk:.2f} GB/s")
     result: dict[str, dict[str, Any]] = {"disk": {"gb_per_s": disk}}
-    experts = {"near_gib": near_bytes / 2**30, "policy": settings.policy, **_stored(store)}
-    commands = {OURS: (_command(settings, model, batch, experts), limit_bytes)}
+    experts = {"near_gib": near_bytes / 2**30, "policy": settings.policy, **stored(store)}
+    commands = {OURS: (vllm_command(settings, model, batch, experts), limit_bytes)}
     if llama is not None:
         commands[LLAMA] = (llama.command, limit_bytes)
     if settings.in_memory:
-        commands[IN_MEMORY] = (_command(settings, model, batch, None), None)
+        commands[IN_MEMORY] = (vllm_command(settings, model, batch, None), None)
     trace = store.parent / "experts-trace.json"
     for name, (command, limit) in memory_capped.rotated(list(commands.items()), index):
         drop_cached([store.parent])
         recorded = [*command, "--trace", str(trace)] if name == OURS else command
-        with _read_ahead(store, name, llama):
+        with read_ahead_of(store, name, llama):
             result[name] = memory_capped.measure(name, recorded, limit, settings.threads)
         step(f"{name}: {memory_capped.tokens_per_s(result[name]):.3f} tokens/s")
     if llama is None:
@@ -266,7 +186,7 @@ def _prompt_round(
     model: Path,
     store: Path,
     near_bytes: int,
-    llama: _Llama | None,
+    llama: Llama | None,
     limit_bytes: int | None,
     step: Step,
 ) -> dict[str, dict[str, Any]]:
@@ -276,15 +196,15 @@ def _prompt_round(
     long = dataclasses.replace(settings, prompt_tokens=settings.long_prompt_tokens, new_tokens=2)
     # Its hidden states take memory that a decode step leaves free.
     spared = int(near_bytes - settings.long_prompt_tokens * PROMPT_TOKEN_BYTES)
-    experts = {"near_gib": spared / 2**30, **_stored(store)}
-    commands = {OURS: _command(long, model, 1, experts)}
+    experts = {"near_gib": spared / 2**30, **stored(store)}
+    commands = {OURS: vllm_command(long, model, 1, experts)}
     if llama is not None:
         at = llama.command.index("--prompt-tokens") + 1
         commands[LLAMA] = [*llama.command]
         commands[LLAMA][at] = str(settings.long_prompt_tokens)
     for name, command in commands.items():
         drop_cached([store.parent])
-        with _read_ahead(store, name, llama):
+        with read_ahead_of(store, name, llama):
             result[name] = memory_capped.measure(name, command, limit_bytes, settings.threads)
         step(f"{name}: {result[name]['prefill_seconds']:.1f} s for a prompt")
     if llama is None:
@@ -292,94 +212,12 @@ def _prompt_round(
     return result
 
 
-def _routings(settings: Settings, batch: int) -> dict[str, Mapping[float, float]]:
-    """Return hit curves by name; the published ones are of one request."""
-    routings: dict[str, Mapping[float, float]] = {"uniform": {}}
-    if batch == 1:
-        routings |= {name: PUBLISHED[name] for name in settings.curves}
-    return routings
-
-
-def _synthetic(
-    settings: Settings,
-    model: Path,
-    store: Path,
-    batch: int,
-    near_bytes: int,
-    llama: _Llama | None,
-    limit_bytes: int | None,
-    step: Step,
-) -> dict[str, dict[str, Any]]:
-    """Decode with uniform routing, and one request with the hit ratios published for LRU.
-
-    Ours keeps experts by LRU too, so that its hits are the published ones.
-    """
-    shape, load = MIXTURES[settings.shape], settings.load(batch)
-    num_rows = batch * (settings.new_tokens + 8)
-    file, llamas_file = store.parent / "synthetic-routing.json", store.parent / "routing.txt"
-    found = {}
-    for name, curve in _routings(settings, batch).items():
-        routing = synthetic_routing(
-            curve,
-            num_layers=shape.num_layers,
-            num_steps=num_rows,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-        )
-        file.write_text(json.dumps(routing), encoding="utf-8")
-        sizes = (shape.num_layers, num_rows, shape.top_k)
-        ids = [expert for layer in routing for chosen in layer for expert in chosen]
-        llamas_file.write_text(" ".join(map(str, (*sizes, *ids))), encoding="utf-8")
-        run = Run(
-            model=str(model),
-            prompts=[
-                [504 + 37 * i + request for i in range(settings.prompt_tokens)]
-                for request in range(batch)
-            ],
-            new_tokens=settings.new_tokens,
-            at_once=batch,
-            kv_bytes=load.kv_bytes(shape),
-            experts={"near_gib": near_bytes / 2**30, "policy": "lru", **_stored(store)},
-            routing=str(file),
-        )
-        commands = {OURS: run.command()}
-        if llama is not None:
-            commands[LLAMA] = [*llama.command, "--routing", str(llamas_file)]
-        runs: list[dict[str, dict[str, Any]]] = []
-        for index in range(settings.rounds):
-            runs.append({})
-            for who, command in memory_capped.rotated(list(commands.items()), index):
-                drop_cached([store.parent])
-                with _read_ahead(store, who, llama):
-                    measured = memory_capped.measure(who, command, limit_bytes, settings.threads)
-                runs[-1][who] = measured
-                rate = memory_capped.tokens_per_s(measured)
-                step(f"batch {batch}, routing {name}, {who}: {rate:.3f} tokens/s")
-            if llama is None:
-                step(f"{LLAMA}: skipped")
-        found[name] = summarise_synthetic(runs)
-    return found
-
-
-def _command(
-    settings: Settings, model: Path, batch: int, experts: Mapping[str, Any] | None
-) -> list[str]:
-    load = settings.load(batch)
-    kv_bytes = load.kv_bytes(MIXTURES[settings.shape])
-    tiered = None if experts is None else {"experts": dict(experts)}
-    return memory_capped.decode_command(load, model, kv_bytes, tiered, "--random-tokens")
-
-
-def _stored(store: Path) -> dict[str, Any]:
-    return {"storage_path": str(store), "far_gib": 0}
-
-
 def _fill(settings: Settings, model: Path, store: Path, weights: int) -> dict[str, Any]:
     """Let a first start fill the file of experts, without a limit."""
     store.mkdir(parents=True, exist_ok=True)
-    experts = {"near_gib": weights / 4 / 2**30, **_stored(store)}
+    experts = {"near_gib": weights / 4 / 2**30, **stored(store)}
     short = dataclasses.replace(settings, new_tokens=4)
-    command = _command(short, model, 1, experts)
+    command = vllm_command(short, model, 1, experts)
     drop_cached([store.parent])
     return memory_capped.measure(OURS, command, None, settings.threads)
 
@@ -389,59 +227,10 @@ def _near_bytes(settings: Settings, model: Path, store: Path, limit: int, batch:
     shape = MIXTURES[settings.shape]
     few = (shape.top_k + 0.1) * shape.num_layers * shape.expert_bytes
     short = dataclasses.replace(settings, new_tokens=4)
-    command = _command(short, model, batch, {"near_gib": few / 2**30, **_stored(store)})
+    command = vllm_command(short, model, batch, {"near_gib": few / 2**30, **stored(store)})
     measured = memory_capped.measure(OURS, command, None, settings.threads)
     others = measured["resident_bytes"] - measured["manifest"]["experts"]["near_bytes"]
     return int(limit - others - memory_capped.MARGIN_BYTES)
-
-
-def _llama_command(
-    settings: Settings,
-    model: Path,
-    folder: Path,
-    batch: int,
-    limit_bytes: int | None,
-    skipped: Mapping[str, str],
-) -> tuple[_Llama | None, dict[str, str]]:
-    """Return llama.cpp with what suits it best, or why there is none.
-
-    The read-ahead is chosen with the first number of threads, then the threads with the best one.
-    """
-    if skipped:
-        return None, {}
-    rates: dict[tuple[int, int | None], float] = {}
-    commands: dict[int, list[str]] = {}
-    failed = ""
-    for threads in _LLAMA_THREADS:
-        runs = PeerRuns(
-            python=settings.peers_python or sys.executable,
-            model=model,
-            folder=folder / "peers" / settings.shape,
-            load=dataclasses.replace(settings.load(batch), threads=threads),
-        )
-        short = [*runs.command(LLAMA, 0.0, new_tokens=6), "--random-tokens"]
-        commands[threads] = [*runs.command(LLAMA, 0.0), "--random-tokens"]
-        for kib in [max(rates, key=lambda key: rates[key])[1]] if rates else _READ_AHEAD_KIB:
-            try:
-                runs.prepare(LLAMA)
-                drop_cached([folder])
-                with read_ahead(folder, kib):
-                    measured = memory_capped.measure(LLAMA, short, limit_bytes, settings.threads)
-            except (MeasurementError, OSError) as error:
-                failed = str(error)
-            else:
-                rates[threads, kib] = memory_capped.tokens_per_s(measured)
-    if not rates:
-        return None, {LLAMA: failed}
-    threads, kib = max(rates, key=lambda key: rates[key])
-    return _Llama(command=commands[threads], read_ahead_kib=kib), {}
-
-
-def _read_ahead(store: Path, name: str, llama: _Llama | None) -> AbstractContextManager[None]:
-    """Return the read-ahead that a contender is measured with."""
-    if name == LLAMA and llama is not None:
-        return read_ahead(store, llama.read_ahead_kib)
-    return nullcontext()
 
 
 def _lookahead(
@@ -460,10 +249,10 @@ def _lookahead(
                 "near_gib": near_bytes / 2**30,
                 "policy": settings.policy,
                 "prefetch": mode,
-                **_stored(store),
+                **stored(store),
             }
             drop_cached([store.parent])
-            command = _command(settings, model, 1, experts)
+            command = vllm_command(settings, model, 1, experts)
             measured = memory_capped.measure(OURS, command, limit_bytes, settings.threads)
             runs[mode].append(measured)
             step(f"reading ahead {mode}: {memory_capped.tokens_per_s(measured):.3f} tokens/s")
@@ -479,7 +268,7 @@ def _tokens_are_equal(folder: Path, settings: Settings) -> bool:
     expert_bytes = 3 * 256 * 128 * 4
     store = folder / "experts-float32"
     store.mkdir(exist_ok=True)
-    experts = {"near_gib": 12.5 * 4 * expert_bytes / 2**30, **_stored(store)}
+    experts = {"near_gib": 12.5 * 4 * expert_bytes / 2**30, **stored(store)}
     tokens = []
     for tiered in ({"experts": experts}, None):
         command = memory_capped.decode_command(load, model, 1 << 26, tiered, "--dtype", "float32")
