@@ -225,7 +225,9 @@ class CopyThread:
             return
         self._disk_works_since = time.perf_counter()
         for job in jobs:
-            if job.copy.src.store is not None and all(event.done() for event in job.after):
+            store = job.copy.src.store
+            # Another store would read only when it is waited for, even after an earlier failure.
+            if store is not None and store.begins_reads and all(e.done() for e in job.after):
                 self.begin(job)
 
     def _end_reads(self) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +80,12 @@ class PageStore(ABC):
     No page is read while it is written.
 
     Attributes:
+        begins_reads: a read goes on from :meth:`begin_read` on, while its caller does other things.
         errors: pages lost so far, by kind; every kind is a key.
         failure: why the store keeps no page any more; None if it works.
     """
+
+    begins_reads: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.errors = dict.fromkeys(PageError, 0)
@@ -99,7 +102,7 @@ class PageStore(ABC):
     def begin_read(
         self, page_ids: PageIds, near: "PageBuffer", near_pages: Pages
     ) -> Callable[[], PageIds]:
-        """Begin to read as :meth:`read` does, if the store can read while its caller does not wait.
+        """Begin to read as :meth:`read` does; see ``begins_reads``.
 
         Returns:
             Waits for the pages, and returns what :meth:`read` returns. Call it once, in the thread

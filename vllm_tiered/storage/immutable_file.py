@@ -244,6 +244,8 @@ class ImmutableFile(PageStore):
         IntegrityError: the file is damaged.
     """
 
+    begins_reads = True
+
     def __init__(self, path: Path, describe: Callable[[int], str] = "page {}".format) -> None:
         super().__init__()
         self.path = path

@@ -377,6 +377,22 @@ def test_a_read_that_fails_is_said_when_all_have_ended(file, monkeypatch):
     assert not device._threads[Direction.READ]._begun
 
 
+def test_a_store_that_does_not_begin_reads_reads_nothing_after_a_failure(file, monkeypatch):
+    """Its event is over then, and its target may have another owner."""
+
+    def always(call):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(type(file), "begins_reads", False)
+    disk = Disk(monkeypatch, always)
+    device, buffer = CpuDevice(), near(40)
+    for event in together(device, file, buffer, (0, 4), (10, 4)):
+        with pytest.raises(IntegrityError, match="page 0 cannot be read"):
+            device.wait(event)
+    device.close()
+    assert disk.calls == 2  # the first read, and its first page again
+
+
 def test_a_read_that_has_to_wait_begins_later(file):
     device, buffer = CpuDevice(), near(40)
     (gate,) = device.deferred_events(1)
