@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import engine, generate, metric, model_path, random_prompts
+from vllm_tiered.adapter.telemetry import expert_use
 from vllm_tiered.cli import main as cli
 from vllm_tiered.report.reader import read_timeline
+from vllm_tiered.report.records import merge_expert_use
 
 PROMPTS = random_prompts(10, longest=100)
 
@@ -48,3 +50,19 @@ def test_a_report_of_an_engine_that_grows(tmp_path: Path) -> None:
     out = tmp_path / "report"
     assert cli.main(["report", str(path), "--out", str(out)]) == 0
     assert (out / "index.html").stat().st_size > 10_000
+
+
+def test_a_report_of_a_mixture_shows_the_hits_of_each_layer(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(expert_use, "INTERVAL_S", 0.0)
+    path = tmp_path / "timeline.jsonl"
+    slots = 16 * 4 * 3 * 256 * 128 * 4  # bytes of 16 of 64 experts in each of 4 layers
+    tiered = {"report": {"path": str(path)}, "experts": {"near_gib": 1.02 * slots / 2**30}}
+    with engine("olmoe", additional_config={"tiered": tiered}) as llm:
+        generate(llm, PROMPTS)
+        counted = {name: metric(f"tiered_experts_{name}") for name in ("hits", "misses")}
+    use = merge_expert_use(read_timeline(path).experts)
+    assert [one.layer for one in use.layers] == [0, 1, 2, 3]
+    for name, total in counted.items():
+        reported = [getattr(one, name) for one in use.layers]
+        # No later step reports the last one.
+        assert 0.9 * total < sum(reported) <= total and min(reported) > 0, name

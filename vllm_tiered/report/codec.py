@@ -11,7 +11,9 @@ from typing import Any, Literal
 from vllm_tiered.report.records import (
     FORMAT_VERSION,
     Event,
+    ExpertUse,
     Header,
+    LayerExperts,
     LayerSpan,
     LayerTimeline,
     Machine,
@@ -34,12 +36,13 @@ class End:
     time: float
 
 
-Record = Header | Window | LayerTimeline | Event | End
+Record = Header | Window | LayerTimeline | ExpertUse | Event | End
 
 _CLASSES: dict[str, type[Any]] = {
     "header": Header,
     "window": Window,
     "layers": LayerTimeline,
+    "experts": ExpertUse,
     "event": Event,
     "end": End,
 }
@@ -139,8 +142,9 @@ def _value(field: Any, value: Any) -> Any:
     """Return `value` in the type of the field; raise ValueError if it has another."""
     if field.type is Machine:
         return _build(Machine, value)
-    if field.type == tuple[LayerSpan, ...] and isinstance(value, list):
-        return tuple(_build(LayerSpan, item) for item in value)
+    for part in (LayerSpan, LayerExperts):
+        if field.type == tuple[part, ...] and isinstance(value, list):
+            return tuple(_build(part, item) for item in value)
     accepted = _ACCEPTED.get(field.type)
     if accepted is None or not accepted(value):
         raise ValueError(f"{field.name} is {repr(value)[:80]}")

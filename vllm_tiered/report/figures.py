@@ -22,6 +22,7 @@ from vllm_tiered.report.drawing import (
     legend_above,
     panels,
 )
+from vllm_tiered.report.expert_figure import draw_experts
 from vllm_tiered.report.layer_figure import draw_layers
 from vllm_tiered.report.reader import Timeline
 from vllm_tiered.report.records import Event
@@ -45,7 +46,8 @@ class Picture:
 
 def pictures(timeline: Timeline) -> list[Picture]:
     """Return the pictures for which the timeline (of at least one window) has data."""
-    return [picture for picture in PICTURES if timeline.layers or picture.draw is not draw_layers]
+    needed = {draw_layers: timeline.layers, draw_experts: timeline.experts}
+    return [picture for picture in PICTURES if needed.get(picture.draw, True)]
 
 
 def draw_expansion(timeline: Timeline) -> Figure:
@@ -199,6 +201,13 @@ PICTURES = (
         caption="The engine's block pool (line: its size at the largest expansion). Reserved "
         "blocks pay for partly filled blocks, where those stay near in every layer.",
         draw=draw_blocks,
+    ),
+    Picture(
+        name="experts",
+        title="Experts, layer by layer",
+        caption="Experts that a step needed and found in a slot, as a share of all that it needed: "
+        "all layers together, with the best and the worst layer, and each layer by itself.",
+        draw=draw_experts,
     ),
     Picture(
         name="layers",

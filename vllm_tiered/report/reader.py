@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.codec import End, Record, decode
-from vllm_tiered.report.records import Event, Header, LayerTimeline, Window
+from vllm_tiered.report.records import Event, ExpertUse, Header, LayerTimeline, Window
 from vllm_tiered.units import MIB
 from vllm_tiered.untrusted import read_regular_file
 
@@ -19,7 +19,7 @@ class Timeline:
     """Contents of a timeline file.
 
     Attributes:
-        windows, layers, events: sorted by time.
+        windows, layers, events, experts: sorted by time.
         is_closed: False if the engine still writes the file, or ended without closing it.
     """
 
@@ -28,6 +28,7 @@ class Timeline:
     layers: tuple[LayerTimeline, ...]
     events: tuple[Event, ...]
     is_closed: bool
+    experts: tuple[ExpertUse, ...] = ()
 
 
 def read_timeline(path: str | Path) -> Timeline:
@@ -60,6 +61,9 @@ def read_timeline(path: str | Path) -> Timeline:
             sorted((r for r in records if isinstance(r, LayerTimeline)), key=lambda t: t.time)
         ),
         events=tuple(sorted((r for r in records if isinstance(r, Event)), key=lambda e: e.time)),
+        experts=tuple(
+            sorted((r for r in records if isinstance(r, ExpertUse)), key=lambda u: u.time)
+        ),
         is_closed=bool(records) and isinstance(records[-1], End) and not cut_off,
     )
 

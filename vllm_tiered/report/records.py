@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a timeline: header, windows of steps, detailed steps by layer, and events.
+"""Records of a timeline: header, windows of steps, detailed steps, expert use by layer, events.
 
 The file consists of JSON lines, each with its `type`. The header is first. Times are seconds since
 the engine's start, as the engine gives them. Steps arrive one by one (`StepSample`) and are stored
@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version in the header; a reader refuses any other.
 
 Version 2 added joules and the grid's carbon intensity. Version 3 added `partial_blocks` and the
-layers' roles resident and offloaded.
+layers' roles resident and offloaded. Version 4 added the use of experts by layer.
 """
 
 
@@ -278,6 +278,40 @@ class LayerTimeline:
     step: int
     time: float
     layers: tuple[LayerSpan, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerExperts:
+    """Experts that a layer's tokens were routed to: found in a slot (hits), or loaded (misses)."""
+
+    layer: int
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertUse:
+    """Use of a mixture's experts by layer, since the record before this one.
+
+    Attributes:
+        time: end of the period.
+        layers: the layers with experts, ascending.
+    """
+
+    time: float
+    layers: tuple[LayerExperts, ...]
+
+
+def merge_expert_use(uses: Sequence[ExpertUse]) -> ExpertUse:
+    """Merge at least one record, in order of time, into one."""
+    hits: dict[int, int] = {}
+    misses: dict[int, int] = {}
+    for use in uses:
+        for one in use.layers:
+            hits[one.layer] = hits.get(one.layer, 0) + one.hits
+            misses[one.layer] = misses.get(one.layer, 0) + one.misses
+    layers = (LayerExperts(layer=at, hits=hits[at], misses=misses[at]) for at in sorted(hits))
+    return ExpertUse(time=uses[-1].time, layers=tuple(layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

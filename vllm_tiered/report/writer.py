@@ -29,11 +29,13 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.codec import MAX_LINE_BYTES, End, Record, encode, is_timeline
 from vllm_tiered.report.records import (
     Event,
+    ExpertUse,
     Header,
     LayerTimeline,
     StepSample,
     Window,
     coarsen,
+    merge_expert_use,
     merge_windows,
 )
 
@@ -44,11 +46,12 @@ WINDOW_SECONDS = 0.25
 MAX_WINDOWS = 4096
 MAX_LAYER_TIMELINES = 32
 MAX_EVENTS = 2048
+MAX_EXPERT_USES = 256
 _MAX_QUEUED = 20_000
 """Most records that wait for a disk: minutes of steps, some MB. Beyond it the oldest are lost."""
 _CLOSE_SECONDS = 5.0
 
-Added = StepSample | LayerTimeline | Event
+Added = StepSample | LayerTimeline | ExpertUse | Event
 """Record that the engine adds."""
 
 
@@ -103,6 +106,11 @@ class TimelineWriter:
         """Add a detailed step; the file keeps about 32 of them."""
         if not self._stopped:
             self._queue.append(timeline)
+
+    def add_expert_use(self, use: ExpertUse) -> None:
+        """Add the use of experts in a period; the file merges those of long ago."""
+        if not self._stopped:
+            self._queue.append(use)
 
     def add_event(self, time: float, kind: str, text: str) -> None:
         """Add an event at `time`; `kind` groups events ("grow", "load error")."""
@@ -175,6 +183,7 @@ class _Contents:
         self._time = 0.0
         self._windows: list[Window] = []
         self._layers: list[LayerTimeline] = []
+        self._experts: list[ExpertUse] = []
         self._events: list[Event] = []
         self._end: list[End] = []
 
@@ -188,6 +197,9 @@ class _Contents:
                     new += self._add_step(item)
                 case LayerTimeline():
                     self._layers.append(item)
+                    new.append(item)
+                case ExpertUse():
+                    self._experts.append(item)
                     new.append(item)
                 case Event():
                     self._events.append(item)
@@ -206,11 +218,12 @@ class _Contents:
         return (
             len(self._windows) >= self._max_windows
             or len(self._layers) >= MAX_LAYER_TIMELINES
+            or len(self._experts) >= MAX_EXPERT_USES
             or len(self._events) >= MAX_EVENTS
         )
 
     def thin(self) -> None:
-        """Halve the number of windows, detailed steps or events, whichever is at its limit."""
+        """Halve the number of whichever kind of record is at its limit."""
         if len(self._windows) >= self._max_windows:
             self._windows = coarsen(self._windows, self._coarse_seconds)
             while len(self._windows) > self._max_windows // 2:
@@ -218,13 +231,16 @@ class _Contents:
                 self._windows = coarsen(self._windows, self._coarse_seconds)
         if len(self._layers) >= MAX_LAYER_TIMELINES:
             self._layers = self._layers[1::2]
+        if len(self._experts) >= MAX_EXPERT_USES:
+            pairs = range(0, len(self._experts), 2)
+            self._experts = [merge_expert_use(self._experts[at : at + 2]) for at in pairs]
         if len(self._events) >= MAX_EVENTS:
             half = len(self._events) // 2
             self._events = self._events[:half:2] + self._events[half:]
 
     def records(self) -> list[Record]:
         """Return all records of the file except its header."""
-        return [*self._windows, *self._layers, *self._events, *self._end]
+        return [*self._windows, *self._layers, *self._experts, *self._events, *self._end]
 
     def _add_step(self, step: StepSample) -> list[Window]:
         slot = int(step.time / self._window_seconds)

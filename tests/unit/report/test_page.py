@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fixtures.timelines import adaptive_run, header, pipeline_step, step
+from tests.fixtures.timelines import adaptive_run, expert_use, header, pipeline_step, step
 from vllm_tiered.cli import report as report_command
 from vllm_tiered.cli.main import main
 from vllm_tiered.errors import ConfigError
@@ -22,18 +22,26 @@ from vllm_tiered.report import figures, layer_figure
 from vllm_tiered.report.drawing import TimeAxis, render
 from vllm_tiered.report.page import write_report
 from vllm_tiered.report.reader import Timeline
-from vllm_tiered.report.records import Event, LayerTimeline, StepSample, Window
+from vllm_tiered.report.records import (
+    Event,
+    ExpertUse,
+    LayerExperts,
+    LayerTimeline,
+    StepSample,
+    Window,
+)
 from vllm_tiered.report.writer import TimelineWriter
 
-NAMES = ["expansion", "throughput", "stall", "links", "blocks", "layers"]
+NAMES = ["expansion", "throughput", "stall", "links", "blocks", "experts", "layers"]
 
 
-def timeline_of(steps, *, events=(), layers=(), is_closed=True, **changes):
+def timeline_of(steps, *, events=(), layers=(), experts=(), is_closed=True, **changes):
     windows = [Window.from_step(each, level_changed=False) for each in steps]
     return Timeline(
         header=header(**changes),
         windows=tuple(windows),
         layers=tuple(layers),
+        experts=tuple(experts),
         events=tuple(events),
         is_closed=is_closed,
     )
@@ -47,6 +55,7 @@ def run():
         [each for each in records if isinstance(each, StepSample)],
         events=[each for each in records if isinstance(each, Event)],
         layers=[pipeline_step()],
+        experts=[expert_use(float(second)) for second in range(3, 121)],
         model="<b>Llama & friends</b>",
     )
 
@@ -220,6 +229,18 @@ AWKWARD = {
     "crowded": timeline_of(
         [step(1.0)], layers=[pipeline_step(num_layers=126, far_layers=60, slow_read=True)]
     ),
+    "one_expert_layer": timeline_of([step(1.0)], experts=[expert_use(1.0, num_layers=1)]),
+    "no_hits": timeline_of(
+        [step(9.0)],
+        experts=[ExpertUse(time=9.0, layers=(LayerExperts(layer=2, hits=0, misses=5),))],
+    ),
+    "days_of_experts": timeline_of(
+        [step(600.0 * k) for k in range(1, 900)],
+        experts=[expert_use(600.0 * k, num_layers=94) for k in range(1, 900)],
+    ),
+    "a_layer_that_rests": timeline_of(
+        [step(2.0)], experts=[expert_use(1.0, num_layers=4), expert_use(2.0, num_layers=2)]
+    ),
     "no_layers": timeline_of([step(1.0)], layers=[LayerTimeline(step=1, time=0.0, layers=())]),
 }
 
@@ -241,7 +262,7 @@ def test_every_panel_names_its_quantity_and_unit(run):
 
 def test_pictures_without_data_are_left_out():
     names = [picture.name for picture in figures.pictures(timeline_of([step(1.0)]))]
-    assert names == NAMES[:-1]
+    assert names == NAMES[:-2]
 
 
 def test_the_stall_picture_shows_the_limit_however_bad_the_stall():
@@ -250,6 +271,14 @@ def test_the_stall_picture_shows_the_limit_however_bad_the_stall():
         bottom, top = axis.get_ylim()
         low, limit, high = axis.transData.transform([(0, bottom), (0, 1.0), (0, top)])[:, 1]
         assert 0.1 < (limit - low) / (high - low) < 0.9
+
+
+def test_the_map_of_experts_has_each_layers_hits():
+    uses = [expert_use(1.0, num_layers=3, wanted=10), expert_use(31.0, num_layers=3, wanted=10)]
+    figure = figures.draw_experts(timeline_of([step(31.0)], experts=uses))
+    cells = figure.axes[1].collections[0].get_array()
+    assert cells.shape == (3, 2)
+    assert cells.tolist() == [[0, 30], [0, 50], [0, 70]]
 
 
 def test_an_idle_engine_breaks_the_line():

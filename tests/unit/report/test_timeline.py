@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fixtures.timelines import adaptive_run, header, pipeline_step, step
+from tests.fixtures.timelines import adaptive_run, expert_use, header, pipeline_step, step
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.report import writer
 from vllm_tiered.report.codec import encode
@@ -27,6 +27,7 @@ from vllm_tiered.report.records import (
     StepSample,
     Window,
     coarsen,
+    merge_expert_use,
     merge_windows,
 )
 from vllm_tiered.report.writer import TimelineWriter
@@ -82,9 +83,11 @@ def test_a_run_is_read_back(path):
         timeline.add_step(step(0.1 * k + 0.05, used_blocks=10 * k, far_layers=k // 4))
     timeline.add_event(0.3, "grow", "0 -> 1: requests wait")
     timeline.add_layer_timeline(pipeline_step())
+    timeline.add_expert_use(expert_use(0.4))
     timeline.close()
     found = read_timeline(path)
     assert found.header == header()
+    assert found.experts == (expert_use(0.4),)
     assert found.is_closed
     assert found.events == (Event(time=0.3, kind="grow", text="0 -> 1: requests wait"),)
     (layers,) = found.layers
@@ -107,7 +110,7 @@ def test_every_line_is_json_with_a_type(path):
     timeline.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["header", "window", "end"]
-    assert lines[0]["version"] == 3
+    assert lines[0]["version"] == 4
     assert lines[0]["machine"]["cores"] == 2
 
 
@@ -180,6 +183,22 @@ def test_events_and_steps_in_detail_are_thinned_where_they_are_old(path, monkeyp
     assert newest == 9.0
 
 
+def test_the_use_of_experts_of_long_ago_is_merged_and_stays_whole(path, monkeypatch):
+    monkeypatch.setattr(writer, "MAX_EXPERT_USES", 16)
+    timeline = TimelineWriter(path, header())
+    uses = [expert_use(float(k + 1), num_layers=3) for k in range(200)]
+    for k, use in enumerate(uses):
+        timeline.add_expert_use(use)
+        if k % 5 == 4:
+            wait_for(lambda: not timeline._queue)
+    timeline.close()
+    found = read_timeline(path).experts
+    assert len(found) <= 16 + 5
+    assert merge_expert_use(found) == merge_expert_use(uses)
+    times = [use.time for use in found]
+    assert times == sorted(times) and times[-1] == 200.0 and len(times) >= 8
+
+
 @pytest.mark.slow
 def test_a_day_fits_in_a_few_megabytes():
     """An engine that is never idle: a window a second, steps in detail and events all day.
@@ -191,9 +210,10 @@ def test_a_day_fits_in_a_few_megabytes():
     file_bytes = largest_bytes = all_bytes = 0
     for k in range(86_400):
         end = float(k + 1)
-        added: list[StepSample | LayerTimeline | Event] = [step(end, seconds=1.0)]
+        added: list[writer.Added] = [step(end, seconds=1.0)]
         if k % 64 == 0:
             added.append(detail)
+        added.append(expert_use(end, num_layers=48))
         if k % 20 == 0:
             added.append(Event(time=end, kind="grow", text="12 -> 13 far layers: requests wait"))
         new = contents.add(added, closing=False)
@@ -282,8 +302,8 @@ def test_a_file_that_is_not_there_is_named(path):
 
 
 def test_another_version_is_refused_with_both_versions(path):
-    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":3', '"version":1'))
-    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 3: .*\(9\.9\)"):
+    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":4', '"version":1'))
+    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 4: .*\(9\.9\)"):
         read_timeline(path)
 
 

@@ -174,7 +174,8 @@ class ExpertsEngine:
         stated = self._stated = self._manifest()
         manifest.publish_experts(stated)
         totals.publish("experts", self.total_use)
-        totals.publish(totals.EXPERT_LAYERS, self.hit_ratios)
+        totals.publish(totals.EXPERT_HITS, self.hits_by_layer)
+        totals.publish(totals.EXPERT_MISSES, self.misses_by_layer)
         if self._rank == 0:
             logger.info("%s", stated.describe())
 
@@ -222,7 +223,8 @@ class ExpertsEngine:
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
         totals.withdraw("experts", self.total_use)
-        totals.withdraw(totals.EXPERT_LAYERS, self.hit_ratios)
+        totals.withdraw(totals.EXPERT_HITS, self.hits_by_layer)
+        totals.withdraw(totals.EXPERT_MISSES, self.misses_by_layer)
         for adopted in self._layers:
             adopted.close_drafts()
         self._layers, self._context = [], {}
@@ -244,12 +246,15 @@ class ExpertsEngine:
         before, self._before = self._before, use
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
-    def hit_ratios(self) -> dict[str, float]:
-        """Return the hit ratio of each layer with slots since the start, by the layer's name."""
+    def hits_by_layer(self) -> dict[str, float]:
+        """Return the hits of each layer with slots since the start, by the layer's name."""
         self._slots.count_on_device(waits=True)
-        layers = [one.experts for one in self._layers if one.experts]
-        wanted = [(layer, layer.stats.hits + layer.stats.misses) for layer in layers]
-        return {layer.name: layer.stats.hits / number for layer, number in wanted if number}
+        return {one.experts.name: one.experts.stats.hits for one in self._layers if one.experts}
+
+    def misses_by_layer(self) -> dict[str, float]:
+        """Return the misses of each layer with slots since the start, by the layer's name."""
+        self._slots.count_on_device(waits=True)
+        return {one.experts.name: one.experts.stats.misses for one in self._layers if one.experts}
 
     def total_use(self) -> dict[str, float]:
         """Return each figure since the start; empty before :meth:`finish`."""

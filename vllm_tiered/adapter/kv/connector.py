@@ -33,6 +33,7 @@ from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.telemetry import totals
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
+from vllm_tiered.adapter.telemetry.expert_use import ExpertUseClock
 from vllm_tiered.adapter.telemetry.metrics import TieredPromMetrics, TieredStats
 from vllm_tiered.adapter.telemetry.timeline import open_timeline
 from vllm_tiered.adapter.worker_hooks import drain_metrics
@@ -76,6 +77,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None
         self._energy: EngineEnergy | None = None
+        self._expert_use: ExpertUseClock | None = None
         if role is KVConnectorRole.WORKER:
             is_first = parallel.rank == 0
             self._energy = open_energy(config.report.carbon_intensity)
@@ -85,6 +87,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 layers = vllm_config.compilation_config.static_forward_context
                 traces = report_path is not None and is_first
+                self._expert_use = ExpertUseClock() if traces else None
                 self._worker = TieredWorker(
                     plan,
                     layers,
@@ -237,6 +240,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.drain_report() if self._worker else None
         if report is not None and self._energy:
             report.joules, report.assumed_joules = self._energy.drain_for_report()
+        if report is not None and self._expert_use:
+            report.experts = self._expert_use.take()
         return report
 
     def shutdown(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from vllm_tiered.report.records import LayerTimeline
+from vllm_tiered.report.records import ExpertUse, LayerTimeline
 
 
 @dataclass
@@ -29,6 +29,7 @@ class StepReport(KVConnectorWorkerMetadata):
     joules: float = 0.0
     assumed_joules: float = 0.0
     layers: list[LayerTimeline] = field(default_factory=list)
+    experts: list[ExpertUse] = field(default_factory=list)
     storage_failure: str = ""
     memory_layers: int = 0
 
@@ -44,6 +45,7 @@ class StepReport(KVConnectorWorkerMetadata):
             joules=self.joules + other.joules,
             assumed_joules=self.assumed_joules + other.assumed_joules,
             layers=self.layers or other.layers,
+            experts=self.experts or other.experts,
             storage_failure=self.storage_failure or other.storage_failure,
             memory_layers=max(self.memory_layers, other.memory_layers),
         )
@@ -59,6 +61,7 @@ class StepReport(KVConnectorWorkerMetadata):
             joules=self.joules + later.joules,
             assumed_joules=self.assumed_joules + later.assumed_joules,
             layers=self.layers + later.layers,
+            experts=self.experts + later.experts,
             storage_failure=later.storage_failure,
             memory_layers=later.memory_layers,
         )

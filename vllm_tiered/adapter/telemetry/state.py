@@ -38,8 +38,7 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         name: {"state": state, "reason": reason} | stated.get(name, {}) | _counters(name)
         for name, (state, reason) in parts.items()
     }
-    by_layer = totals.current(totals.EXPERT_LAYERS)
-    described["experts"] |= {"hit_ratio_by_layer": by_layer}
+    described["experts"] |= {"hit_ratio_by_layer": _hit_ratio_by_layer()}
     where = {
         "rank": worker.rank,
         "pid": os.getpid(),
@@ -54,6 +53,12 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
 def _counters(part: str) -> dict[str, Any]:
     figures = totals.current(part)
     return {"counters": {name: value for name, value in figures.items() if name in COUNTERS}}
+
+
+def _hit_ratio_by_layer() -> dict[str, float]:
+    hits, misses = totals.current(totals.EXPERT_HITS), totals.current(totals.EXPERT_MISSES)
+    wanted = {name: hits[name] + misses[name] for name in hits}
+    return {name: hits[name] / number for name, number in wanted.items() if number}
 
 
 State = tuple[str, str | None]

@@ -89,6 +89,8 @@ class Timeline:
         )
         for layers in report.layers:
             self._writer.add_layer_timeline(replace(layers, time=begin))
+        for use in report.experts:
+            self._writer.add_expert_use(replace(use, time=step.end - self._start))
 
     def record_event(self, kind: str, text: str) -> None:
         """Record an event that happens now; `kind` groups events."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 GAUGES_KEY = "gauges"
 """Key of the gauges in a worker's answer, with which a server fills those of ``/metrics``."""
 
-EXPERT_LAYERS = "experts by layer"
-"""Part under which the hit ratio of each layer with experts is published."""
+EXPERT_HITS, EXPERT_MISSES = "expert hits by layer", "expert misses by layer"
+"""Parts under which the counts of each layer with experts are published, by the layer's name."""
 
 Read = Callable[[], Mapping[str, float]]
 """Function that returns a part's counters since the start and its gauges, by metric."""
