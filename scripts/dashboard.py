@@ -64,8 +64,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             title="Parts",
             help="Each part with the reason why it is at work (*on*) or not. *storage_failed*: the "
-            "KV cache goes on without its file. *nothing_to_swap*, *no_gain*: switched on, and of "
-            "no use here; GET /tiered says why.",
+            "KV cache goes on without its file. *nothing_to_swap*, *unsupported*, *no_gain*: "
+            "switched on, and of no use here; GET /tiered says why.",
             unit="none",
             queries={
                 "{{part}}: {{reason}}": "max by (part, reason) (vllm:tiered_part_active{} == 1)",

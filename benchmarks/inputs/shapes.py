@@ -20,6 +20,7 @@
 | gpt_oss | 4     | GQA, every other layer in a window | 8 experts with biases, loaded by copies |
 | deepseek_v2 | 3 | multi-head latent               | a dense layer; 16 experts and a shared one |
 | glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
+| granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -188,6 +189,24 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
+    },
+    "granite_hybrid": {
+        **_COMMON,
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "intermediate_size": 512,
+        "shared_intermediate_size": 512,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
     },
     "deep": {
         **_LLAMA,

@@ -101,10 +101,12 @@ def compatibility_page() -> str:
     lines = [
         "# What works with what",
         "",
-        "Generated from the checks that run at start. *no*: a start with both is refused, with "
-        "the reason and what to change. A blank cell: "
-        "nothing rules it out. Beside these checks the KV cache needs one uniform full-attention "
-        "KV cache group, so sliding-window models are refused, too.",
+        "Generated from the checks that run at start. *no*: a part that was switched on by hand "
+        "is refused at start, with the reason and what to change. `tiered.kv`, which is on by "
+        "default, steps aside instead, unless `expansion` is a number above 1, `tier` is "
+        '`"storage"` or `policy` is `"on_demand"`: the server starts with vLLM\'s own KV cache. A '
+        "blank cell: nothing rules it out. Beside these checks the KV cache needs full attention "
+        "in all layers, so it steps aside for sliding-window models, too.",
         "",
     ]
     for title, kind in (("Kinds of models", "model"), ("Options of vLLM", "option")):

@@ -59,3 +59,19 @@ def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(kv_plan, "with_max_num_far", keep_all)
 
     return force
+
+
+@pytest.fixture
+def sharing(monkeypatch) -> str:
+    """A model whose last layer uses the KV cache of the layer before."""
+    from vllm.model_executor.layers.attention import Attention
+
+    make = Attention.__init__
+
+    def init(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        if prefix == "model.layers.3.self_attn.attn":
+            kwargs["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
+        make(self, *args, prefix=prefix, **kwargs)
+
+    monkeypatch.setattr(Attention, "__init__", init)
+    return "qwen2"

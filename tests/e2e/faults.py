@@ -53,3 +53,29 @@ def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -
 
     monkeypatch.setattr(adaptive.controller, "step", step)
     monkeypatch.setattr(adaptive.controller, "initial_state", lambda levels, tuning: 0)
+
+
+def fused_kv_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers write new KV without the backend's KV update, as some models' fused operations."""
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention import Attention
+
+    forward = Attention.forward
+
+    def fused(self, query, key, value, *args, **kwargs):
+        slots = get_forward_context().slot_mapping
+        if not isinstance(slots, dict) or self.layer_name not in slots:
+            return forward(self, query, key, value, *args, **kwargs)
+        shape = (-1, self.num_kv_heads, self.head_size)
+        update = type(self.impl).do_kv_cache_update  # not the wrapped one of the instance
+        update(
+            self.impl,
+            self,
+            key.view(shape),
+            value.view(shape),
+            self.kv_cache,
+            slots[self.layer_name],
+        )
+        return forward(self, query, None, None, *args, **kwargs)
+
+    monkeypatch.setattr(Attention, "forward", fused)

@@ -42,6 +42,7 @@ def test_bytes_are_exactly_the_full_blocks(policy) -> None:
     assert result.manifest["kv"] == {
         "active": True,
         "why_not": None,
+        "is_supported": True,
         "policy": policy,
         "expansion": 2.0,
         "max_expansion": 2.0,

@@ -1,38 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache swapped on a GPU gives vLLM's tokens, eager and with piecewise CUDA graphs."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.harness import engine, generate, metric, random_prompts, run
-from vllm_tiered.adapter.kv import cache_config as kv_config
-from vllm_tiered.errors import UnsupportedError
 
 PROMPTS = random_prompts(8, seed=40)
 NEAR = 48 << 20
 TRITON: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}  # supports float32
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@dataclass
-class DeviceConfig:
-    device_type: str
-
-
-@dataclass
-class EngineConfig:
-    device_config: DeviceConfig
-
-
-def test_devices_that_are_known() -> None:
-    for device in ("cpu", "cuda"):
-        kv_config.check_supported_groups(EngineConfig(DeviceConfig(device)), [])
-    with pytest.raises(UnsupportedError, match=r"device is xpu: .* kv\.enabled=false"):
-        kv_config.check_supported_groups(EngineConfig(DeviceConfig("xpu")), [])
 
 
 @on_a_gpu

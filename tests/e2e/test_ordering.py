@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.e2e.faults import fused_kv_updates
 from tests.e2e.harness import random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.kv import worker
@@ -83,28 +84,7 @@ def test_a_model_that_writes_kv_in_a_fused_operation_is_refused(
     force_far_layers, monkeypatch
 ) -> None:
     """Such an operation writes before the layer's pages are there, and they would overwrite it."""
-    from vllm.forward_context import get_forward_context
-    from vllm.model_executor.layers.attention import Attention
-
-    forward = Attention.forward
-
-    def fused(self, query, key, value, *args, **kwargs):
-        slots = get_forward_context().slot_mapping
-        if not isinstance(slots, dict) or self.layer_name not in slots:
-            return forward(self, query, key, value, *args, **kwargs)
-        shape = (-1, self.num_kv_heads, self.head_size)
-        update = type(self.impl).do_kv_cache_update  # not the wrapped one of the instance
-        update(
-            self.impl,
-            self,
-            key.view(shape),
-            value.view(shape),
-            self.kv_cache,
-            slots[self.layer_name],
-        )
-        return forward(self, query, None, None, *args, **kwargs)
-
-    monkeypatch.setattr(Attention, "forward", fused)
+    fused_kv_updates(monkeypatch)
     force_far_layers(2)
     with pytest.raises(UnsupportedError, match=r"layers\.\d.* writes its KV by other means"):
         run("llama3", PROMPTS, {}, kv_cache_memory_bytes=3 << 20)

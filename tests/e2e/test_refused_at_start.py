@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations that cannot work are refused at start, with the numbers and the knob."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.inputs.shapes import random_model_dir
-from tests.e2e import harness
 from tests.e2e.harness import engine
 from vllm_tiered.adapter.kv import cache_config
 from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.devices.available_memory import HostMemory
-from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
+from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.units import GIB
 
 MIB = 1 << 20
@@ -53,26 +49,6 @@ def test_expansion_out_of_reach() -> None:
     with (
         pytest.raises(ConfigError, match=r"kv\.expansion=2 cannot be reached: 3 layers"),
         engine("llama3", {"expansion": 2.0}),
-    ):
-        pass
-
-
-def test_sliding_window_model(tmp_path: Path, force_far_layers) -> None:
-    force_far_layers(2)
-    source = random_model_dir("llama3")
-    model = tmp_path / "mistral"
-    shutil.copytree(source, model)
-    config = json.loads((model / "config.json").read_text())
-    config |= {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": 64,
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    harness.PATHS["sliding"] = str(model)
-    with (
-        pytest.raises(UnsupportedError, match=r"SlidingWindowSpec.*kv\.enabled=false"),
-        engine("sliding", {}),
     ):
         pass
 

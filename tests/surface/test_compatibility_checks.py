@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from vllm_tiered.adapter import checks
+from vllm_tiered.adapter import checks, engine_config
 from vllm_tiered.adapter.checks import Part
+from vllm_tiered.adapter.kv.plan import tiered_config
+from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import UnsupportedError
 
 ON: dict[str, Any] = {"tiered": {}}
+BY_HAND: dict[str, Any] = {"tiered": {"kv": {"expansion": 2.0}}}
 
 
 def transfer_config(**fields):
@@ -71,11 +74,28 @@ KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KV_ARGUMENTS)
-def test_arguments_that_kv_refuses_before_vllm_does_anything(make_engine_args, monkeypatch, name):
+def connector(config):
+    transfer = config.kv_transfer_config
+    return transfer and transfer.kv_connector
+
+
+def arguments(name):
     fields, expected = KV_ARGUMENTS[name]
     fields = {field: value() if callable(value) else value for field, value in fields.items()}
-    engine_args = make_engine_args(additional_config=ON, **fields)
+    return fields, expected
+
+
+@pytest.mark.parametrize("name", KV_ARGUMENTS)
+@pytest.mark.parametrize(
+    "kv",
+    [{"expansion": 2.0}, {"tier": "storage", "path": "/"}, {"policy": "on_demand"}],
+    ids=lambda kv: next(iter(kv)),
+)
+def test_arguments_that_kv_set_by_hand_refuses_before_vllm_does_anything(
+    make_engine_args, monkeypatch, name, kv
+):
+    fields, expected = arguments(name)
+    engine_args = make_engine_args(additional_config={"tiered": {"kv": kv}}, **fields)
     monkeypatch.setattr(
         type(engine_args), "create_model_config", lambda self: pytest.fail("vLLM had started")
     )
@@ -84,6 +104,51 @@ def test_arguments_that_kv_refuses_before_vllm_does_anything(make_engine_args, m
     message = str(refused.value)
     for part in [*expected, "What to do:", "tiered.kv.enabled to false"]:
         assert part in message
+
+
+@pytest.mark.parametrize("name", KV_ARGUMENTS)
+def test_arguments_are_left_to_vllm_by_default(make_engine_args, caplog_vllm, name):
+    """An engine that vLLM makes without the plugin is made with it, too, and the other way."""
+    fields, expected = arguments(name)
+
+    def outcome(**additional):
+        try:
+            return make_engine_args(**additional, **fields).create_engine_config()
+        except Exception as error:
+            return str(error)
+
+    plain, tiered = outcome(), outcome(additional_config=ON)
+    lines = [r.getMessage() for r in caplog_vllm.records if "steps aside" in r.getMessage()]
+    if isinstance(plain, str):  # not on this machine
+        assert tiered == plain and not lines
+        return
+    assert connector(tiered) == connector(plain)
+    reason = tiered.additional_config["tiered_steps_aside"]["kv"]
+    assert expected[0] in reason
+    assert len(lines) == 1 and reason in lines[0]
+    assert tiered_config(tiered) is None
+    assert tiered.additional_config["tiered"] == TieredConfig().to_dict(), "what was asked for"
+
+
+def test_what_vllm_refuses_with_any_connector_is_left_to_it(
+    make_engine_args, monkeypatch, caplog_vllm
+):
+    """Checks cannot know all of vLLM's own rules."""
+    from vllm.config import VllmConfig
+
+    check = VllmConfig._post_init_kv_transfer_config
+
+    def refuse(self):
+        if self.kv_transfer_config is not None:
+            raise ValueError("no connectors on Thursdays")
+        check(self)
+
+    monkeypatch.setattr(VllmConfig, "_post_init_kv_transfer_config", refuse)
+    config = make_engine_args(additional_config=ON).create_engine_config()
+    assert config.kv_transfer_config is None
+    assert "no connectors on Thursdays" in config.additional_config["tiered_steps_aside"]["kv"]
+    with pytest.raises(ValueError, match="no connectors on Thursdays"):
+        make_engine_args(additional_config=BY_HAND).create_engine_config()
 
 
 WEIGHTS_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -330,13 +395,37 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
         "org/model (multi-head latent attention)",
     ),
     "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
+    "windowed_attention": ({"window": 64}, None, "org/model (sliding-window attention)"),
+    "windowed_attention:2": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        None,
+        "org/model (sliding_attention in some layers)",
+    ),
+    "windowed_attention:3": (
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        None,
+        "org/model (chunked_attention in some layers)",
+    ),
+    "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
 }
 
 
 def config_of(fields, speculative_config=None):
-    fields = GENERATE | fields
+    fields = GENERATE | {"window": None, "layer_types": None, "captures": "NONE"} | fields
+    window, layer_types, mode = (fields.pop(name) for name in ("window", "layer_types", "captures"))
     return SimpleNamespace(
-        model_config=SimpleNamespace(**fields),
+        model_config=SimpleNamespace(
+            **fields,
+            hf_text_config=SimpleNamespace(layer_types=layer_types),
+            get_sliding_window=lambda: 4096,
+        ),
+        cache_config=SimpleNamespace(sliding_window=window),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(
+                name=mode, has_piecewise_cudagraphs=lambda: "PIECEWISE" in mode
+            ),
+            splitting_ops_contain_kv_cache_update=lambda: False,
+        ),
         speculative_config=speculative_config,
     )
 
@@ -350,25 +439,27 @@ def test_models_that_kv_refuses(name):
     assert "What to do:" in str(refused.value)
 
 
-def attention(*names):
-    """Layers with backends of vLLM's."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    backends = [AttentionBackendEnum[name].get_class() for name in names]
-    return [SimpleNamespace(get_attn_backend=lambda each=each: each) for each in backends]
-
-
-def test_attention_backends_that_kv_refuses():
-    with pytest.raises(UnsupportedError, match="the attention backend FLEX_ATTENTION: its block"):
-        checks.check_attention_backends(attention("CPU_ATTN", "FLEX_ATTENTION"))
-
-
-def test_attention_by_block_table_is_compatible():
-    checks.check_attention_backends(attention("CPU_ATTN", "TRITON_ATTN"))
+def test_a_plain_decoder_is_compatible(monkeypatch):
+    checks.check_vllm_config(Part.KV, config_of({"layer_types": ["full_attention"]}))
+    checks.check_vllm_config(Part.KV, config_of({"captures": "FULL_DECODE_ONLY"}))
+    config = config_of({"layer_types": ["sliding_attention"]})
+    config.model_config.get_sliding_window = lambda: None  # --disable-sliding-window
+    checks.check_vllm_config(Part.KV, config)
+    config = config_of({"captures": "FULL_AND_PIECEWISE"})
+    config.compilation_config.splitting_ops_contain_kv_cache_update = lambda: True
+    checks.check_vllm_config(Part.KV, config)
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
+        checks.check_vllm_config(Part.KV, config)
 
 
-def test_a_plain_decoder_is_compatible():
-    checks.check_vllm_config(Part.KV, config_of({}))
+def test_the_split_of_graphs_is_asked_for_as_vllm_names_it():
+    from vllm.config import CompilationConfig
+
+    compilation = CompilationConfig()
+    assert compilation.splitting_ops_contain_kv_cache_update()
+    compilation.splitting_ops = ["vllm::unified_attention"]
+    assert not compilation.splitting_ops_contain_kv_cache_update()
 
 
 TESTED: dict[Part, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -407,7 +498,40 @@ def test_the_model_fields_are_vllms_own(make_engine_args):
     }
 
 
-def test_a_pooling_model_is_refused_when_vllm_has_read_it(make_engine_args):
+def test_a_second_configuration_begins_as_the_first(make_engine_args, monkeypatch):
+    """vLLM writes the folder of a model from elsewhere into the arguments."""
+    from vllm.config import ModelConfig
+
+    seen = []
+    create = ModelConfig.__post_init__
+
+    def note(self, *args, **kwargs):
+        seen.append(self.model)
+        create(self, *args, **kwargs)
+        self.model = f"{self.model}/."
+
+    monkeypatch.setattr(ModelConfig, "__post_init__", note)
     engine_args = make_engine_args(additional_config=ON, runner="pooling", convert="embed")
+    given = engine_args.model
+    engine_args.create_engine_config()
+    assert seen == [given] * 2
+    assert engine_args.model == f"{given}/."
+
+
+def test_a_pooling_model_is_known_when_vllm_has_read_it(make_engine_args):
+    pooling = {"runner": "pooling", "convert": "embed"}
     with pytest.raises(UnsupportedError, match="runner type 'pooling'"):
-        engine_args.create_engine_config()
+        make_engine_args(additional_config=BY_HAND, **pooling).create_engine_config()
+    plain = make_engine_args(**pooling).create_engine_config()
+    config = make_engine_args(additional_config=ON, **pooling).create_engine_config()
+    assert config.kv_transfer_config is None
+    assert "runner type 'pooling'" in config.additional_config["tiered_steps_aside"]["kv"]
+    assert config.compilation_config == plain.compilation_config
+
+
+def test_other_devices_are_left_to_vllm(make_engine_args, monkeypatch):
+    monkeypatch.setattr(engine_config, "device_type", lambda: "xpu")
+    config = make_engine_args(additional_config=ON).create_engine_config()
+    assert 'device is "xpu"' in config.additional_config["tiered_steps_aside"]["kv"]
+    with pytest.raises(UnsupportedError, match=r'device is "xpu": set tiered\.kv\.enabled'):
+        make_engine_args(additional_config=BY_HAND).create_engine_config()

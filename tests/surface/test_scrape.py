@@ -113,6 +113,7 @@ def test_another_connector_does_not_carry_our_counters(monkeypatch):
         ("kv", {"state": "on"}, {"kv_storage_failed": 1}, "storage_failed"),
         ("weights", {"state": "on"}, {"kv_storage_failed": 1}, "on"),
         ("kv", {"state": "stepped aside"}, {}, "nothing_to_swap"),
+        ("kv", {"state": "stepped aside", "is_supported": False}, {}, "unsupported"),
         ("weights", {"state": "stepped aside"}, {}, "all_near"),
         ("l2", {"state": "stepped aside", "verdicts": [{}]}, {}, "no_gain"),
         ("l2", {"state": "stepped aside", "verdicts": []}, {}, "nothing_to_prefetch"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's answer to GET /tiered: each part on, off or stepped aside, with its reason."""
 
+import dataclasses
 import json
 import os
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_tiered.adapter.kv.plan import KvPlan
+from vllm_tiered.adapter.kv.plan import KvPlan, LeftToVllm
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
 from vllm_tiered.adapter.telemetry.state import worker_state
@@ -99,7 +100,32 @@ def test_a_cache_that_steps_aside_says_why(config, reason):
     manifest.publish_kv(KvManifest.of(plan(0, **config), FarHomes()))
     kv = state({"kv": config})["kv"]
     assert (kv["state"], kv["active"], kv["far_layers"]) == ("stepped aside", False, 0)
+    assert kv["is_supported"]
     assert kv["reason"] == kv["why_not"] and reason in kv["reason"]
+
+
+def test_a_cache_that_never_had_a_connector_says_why():
+    worker = SimpleNamespace(
+        rank=0,
+        vllm_config=SimpleNamespace(
+            additional_config={"tiered": {}, "tiered_steps_aside": {"kv": "why (--flag)"}}
+        ),
+    )
+    kv = (worker_state(worker) or {})["kv"]
+    assert (kv["state"], kv["reason"], kv["is_supported"]) == (
+        "stepped aside",
+        "why (--flag)",
+        False,
+    )
+
+
+def test_a_cache_that_the_model_rules_out_says_why():
+    left = LeftToVllm("this one has MambaSpec", is_supported=False)
+    ruled_out = dataclasses.replace(plan(0), left_to_vllm=left)
+    manifest.publish_kv(KvManifest.of(ruled_out, FarHomes()))
+    kv = state({})["kv"]
+    assert (kv["state"], kv["reason"]) == ("stepped aside", "this one has MambaSpec")
+    assert not kv["is_supported"]
 
 
 def test_a_cache_at_another_level_than_at_start_shows_the_level_now():

@@ -84,8 +84,12 @@ def wrap_once(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) 
 
 
 def device_type() -> str:
-    """Return the device type of vLLM's platform: "cpu", "cuda", ..., or "" if it finds none."""
-    return str(importlib.import_module("vllm.platforms").current_platform.device_type)
+    """Return the device type of vLLM's platform: "cpu", "cuda", ..., or "" if it finds none.
+
+    vLLM calls AMD's GPUs "cuda", too; here they are "rocm".
+    """
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return "rocm" if platform.is_rocm() else str(platform.device_type)
 
 
 def device_architecture() -> int | None:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name and module of the plugin's KV connector, as vLLM's configuration has them."""
+"""Names that the plugin puts into vLLM's configuration."""
 
 CONNECTOR = "TieredConnector"
 CONNECTOR_MODULE = "vllm_tiered.adapter.kv.connector"
+
+ASIDE_KEY = "tiered_steps_aside"
+"""Key in `additional_config`, beside the plugin's own: parts that stepped aside, with the reason.
+
+What the user configured stays as it is, and every process of the engine knows what became of it.
+"""

@@ -12,9 +12,10 @@ Key by key, 1 wins over 2, 2 over the file that VLLM_TIERED_CONFIG names, and th
 defaults. The file configures the plugin and does not switch it on. If nothing switches the plugin
 on, vLLM's own function gets the same arguments and its result is returned unchanged.
 
-Incompatible combinations are refused here: those of arguments before vLLM does anything with them,
-those with the model as soon as vLLM has read its configuration, and all before an engine process, a
-weight or a cache exists.
+Incompatible combinations of what the user set by hand are refused here: those of arguments before
+vLLM does anything with them, those with the model as soon as vLLM has read its configuration, and
+all before an engine process, a weight or a cache exists. What is on "auto" steps aside instead: the
+engine gets vLLM's own KV cache and no connector.
 """
 
 import logging
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.compat import device_type, wrap_once
-from vllm_tiered.adapter.connector_name import CONNECTOR, CONNECTOR_MODULE
+from vllm_tiered.adapter.connector_name import ASIDE_KEY, CONNECTOR, CONNECTOR_MODULE
 from vllm_tiered.adapter.extension_points import check_extension_points
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
@@ -110,23 +111,74 @@ def _create_engine_config(
         check_extension_points(experts=config.experts.is_used)
         endpoint.announce()
         _check_engine_args(config, engine_args)
-        fields: dict[str, Any] = {"additional_config": _with_config(engine_args, config)}
-        if config.kv.enabled:
-            keeps_full_graphs = full_graphs.keeps_full_graphs(config, engine_args)
-            fields["kv_transfer_config"] = _connector_config(keeps_full_graphs=keeps_full_graphs)
-        else:
-            logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
-        with _replaced(engine_args, **fields):
-            vllm_config = original(engine_args, *args, **kwargs)
+        vllm_config = _with_kv_or_without(original, engine_args, config, *args, **kwargs)
         _check_vllm_config(config, vllm_config)
         _adjust_vllm_config(config, vllm_config)
-        if config.kv.enabled:
-            _undo_consumer_side_effects(engine_args, vllm_config)
         return vllm_config
 
 
+def _with_kv_or_without(
+    original: Any, engine_args: "EngineArgs", config: TieredConfig, *args: Any, **kwargs: Any
+) -> "VllmConfig":
+    """Return vLLM's configuration: with our KV connector, or without where the KV part steps aside.
+
+    Raises:
+        UnsupportedError: something rules KV swapping out, and the user set it by hand.
+    """
+
+    before = dict(vars(engine_args))
+
+    def make(**fields: Any) -> "VllmConfig":
+        # vLLM writes what it finds out into the arguments: a second time begins as the first.
+        for name, value in before.items():
+            setattr(engine_args, name, value)
+        with _replaced(engine_args, **fields):
+            return original(engine_args, *args, **kwargs)
+
+    additional = _with_config(engine_args, config)
+    if not config.kv.enabled:
+        logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
+        return make(additional_config=additional)
+    by_hand = config.kv.is_set_by_hand
+    if by_hand:
+        checks.check_engine_args(Part.KV, engine_args)
+        checks.check_device(Part.KV, device_type())
+    obstacle = checks.find_obstacle(checks.ENGINE_ARGS_CHECKS, Part.KV, engine_args)
+    obstacle = obstacle or checks.find_device_obstacle(Part.KV, device_type())
+    if obstacle is None:
+        keeps_full_graphs = full_graphs.keeps_full_graphs(config, engine_args)
+        transfer = _connector_config(keeps_full_graphs=keeps_full_graphs)
+        try:
+            vllm_config = make(additional_config=additional, kv_transfer_config=transfer)
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            # vLLM may refuse any KV connector for this model or with this option.
+            if by_hand:
+                raise
+            obstacle = f"vLLM refuses a KV connector here: {_one_line(error)}"
+        else:
+            if by_hand:
+                checks.check_vllm_config(Part.KV, vllm_config)
+            obstacle = checks.find_obstacle(checks.VLLM_CONFIG_CHECKS, Part.KV, vllm_config)
+            if obstacle is None:
+                _undo_consumer_side_effects(engine_args, vllm_config)
+                return vllm_config
+    vllm_config = make(additional_config={**additional, ASIDE_KEY: {Part.KV.value: obstacle}})
+    # Only now: what vLLM refuses without us, too, is its own affair.
+    logger.info("tiered kv: steps aside (%s); the KV cache is vLLM's own", obstacle)
+    if config.report.path is not None:
+        logger.warning("tiered: report.path is set, but there is no KV swapping to report")
+    return vllm_config
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error's message; those of pydantic have lines of their input, too."""
+    details = error.errors() if hasattr(error, "errors") else ()
+    messages = [detail["msg"] for detail in details] or [str(error)]
+    return " ".join("; ".join(messages).split())
+
+
 def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
-    """Raise UnsupportedError if an argument or the device rules a configured part out."""
+    """Raise UnsupportedError if an argument or the device rules out what the user asked for."""
     if config.weights.places:
         checks.check_engine_args(Part.WEIGHTS, engine_args)
         if config.weights.shares_with_kv:
@@ -138,16 +190,12 @@ def _check_engine_args(config: TieredConfig, engine_args: "EngineArgs") -> None:
     if config.ffn.is_used:
         checks.check_engine_args(Part.FFN, engine_args)
         checks.check_device(Part.FFN, device_type())
-    if config.kv.enabled:
-        checks.check_engine_args(Part.KV, engine_args)
 
 
 def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     """Raise an error if the model rules a configured part out, or a folder cannot be used."""
     from vllm_tiered.adapter.checks.folders import check_folders  # imports torch
 
-    if config.kv.enabled:
-        checks.check_vllm_config(Part.KV, vllm_config)
     if config.weights.places:
         checks.check_vllm_config(Part.WEIGHTS, vllm_config)
     if config.experts.is_used:

@@ -169,6 +169,37 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("get_node_and_physical_gpu_ids",),
         "ranks over Ray on the CPU backend",
     ),
+    ("vllm.v1.engine.core.EngineCore", ("_initialize_kv_caches",), "leaving KV caches to vLLM"),
+    (
+        "vllm.v1.executor.abstract.Executor",
+        ("collective_rpc(method)",),
+        "leaving KV caches to vLLM",
+    ),
+    (
+        "vllm.config",
+        ("get_layers_from_vllm_config(vllm_config, layer_type)",),
+        "leaving KV caches to vLLM",
+    ),
+    (
+        "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase",
+        ("get_attn_backend()", "get_kv_cache_spec(vllm_config)"),
+        "leaving KV caches to vLLM",
+    ),
+    (
+        "vllm.model_executor.model_loader.base_loader.BaseModelLoader",
+        ("create_model",),
+        "refusing a model before its weights are loaded",
+    ),
+    (
+        "vllm.v1.worker.utils",
+        ("select_common_block_size(kv_manager_block_size, backends, kv_cache_specs)",),
+        "leaving KV caches to vLLM",
+    ),
+    (
+        "vllm.v1.attention.selector",
+        ("_cached_get_attn_backend(backend, attn_selector_config)",),
+        "choosing an attention backend",
+    ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
 )

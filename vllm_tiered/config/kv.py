@@ -62,6 +62,15 @@ class KvConfig(Section):
         "16th read of a page, or always. Pages that come back from a file are always compared.",
     )
 
+    @property
+    def is_set_by_hand(self) -> bool:
+        """Whether the user set what only far layers can give.
+
+        Then a model or an option without far layers is an error; otherwise the part steps aside.
+        """
+        is_fixed = self.expansion not in ("auto", 1)
+        return is_fixed or self.tier != "far" or self.policy != "interleave"
+
     def check(self) -> None:
         """Check that the keys go together.
 

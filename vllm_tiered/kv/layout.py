@@ -38,8 +38,10 @@ def expansion_of(num_layers: int, num_far: int) -> float:
     """Return the KV capacity relative to the same pages with every layer near.
 
     Pie's ``n / (n - m)`` does not count the staging buffers. With them it is
-    ``n / (n - m + min(2, m))``.
+    ``n / (n - m + min(2, m))``. Without layers it is 1.
     """
+    if not num_layers:
+        return 1.0
     return num_layers / (num_layers - num_far + min(STAGING_BUFFERS, num_far))
 
 

@@ -46,6 +46,10 @@ _CLASSES: dict[str, type[Any]] = {
     "event": Event,
     "end": End,
 }
+_PARTS: dict[Any, type[Any]] = {
+    tuple[LayerSpan, ...]: LayerSpan,
+    tuple[LayerExperts, ...]: LayerExperts,
+}
 _NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 
@@ -142,9 +146,8 @@ def _value(field: Any, value: Any) -> Any:
     """Return `value` in the type of the field; raise ValueError if it has another."""
     if field.type is Machine:
         return _build(Machine, value)
-    for part in (LayerSpan, LayerExperts):
-        if field.type == tuple[part, ...] and isinstance(value, list):
-            return tuple(_build(part, item) for item in value)
+    if (part := _PARTS.get(field.type)) is not None and isinstance(value, list):
+        return tuple(_build(part, item) for item in value)
     accepted = _ACCEPTED.get(field.type)
     if accepted is None or not accepted(value):
         raise ValueError(f"{field.name} is {repr(value)[:80]}")

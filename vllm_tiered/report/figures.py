@@ -46,8 +46,12 @@ class Picture:
 
 def pictures(timeline: Timeline) -> list[Picture]:
     """Return the pictures for which the timeline (of at least one window) has data."""
-    needed = {draw_layers: timeline.layers, draw_experts: timeline.experts}
-    return [picture for picture in PICTURES if needed.get(picture.draw, True)]
+    missing = {
+        name
+        for name, records in (("layers", timeline.layers), ("experts", timeline.experts))
+        if not records
+    }
+    return [picture for picture in PICTURES if picture.name not in missing]
 
 
 def draw_expansion(timeline: Timeline) -> Figure:

@@ -18,7 +18,7 @@ from tests.fixtures.timelines import adaptive_run, expert_use, header, pipeline_
 from vllm_tiered.cli import report as report_command
 from vllm_tiered.cli.main import main
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.report import figures, layer_figure
+from vllm_tiered.report import expert_figure, figures, layer_figure
 from vllm_tiered.report.drawing import TimeAxis, render
 from vllm_tiered.report.page import write_report
 from vllm_tiered.report.reader import Timeline
@@ -275,8 +275,8 @@ def test_the_stall_picture_shows_the_limit_however_bad_the_stall():
 
 def test_the_map_of_experts_has_each_layers_hits():
     uses = [expert_use(1.0, num_layers=3, wanted=10), expert_use(31.0, num_layers=3, wanted=10)]
-    figure = figures.draw_experts(timeline_of([step(31.0)], experts=uses))
-    cells = figure.axes[1].collections[0].get_array()
+    figure = expert_figure.draw_experts(timeline_of([step(31.0)], experts=uses))
+    cells = np.asarray(figure.axes[1].collections[0].get_array())
     assert cells.shape == (3, 2)
     assert cells.tolist() == [[0, 30], [0, 50], [0, 70]]
 

@@ -91,6 +91,15 @@ def find_conflicts(
             yield setting, conflict
 
 
+def find_obstacle(
+    checks: tuple[CompatibilityCheck, ...], part: Part, subject: object
+) -> str | None:
+    """Return why `part` steps aside for `subject`, in words; None if nothing rules it out."""
+    for setting, conflict in find_conflicts(checks, part, subject):
+        return f"{conflict.reason} ({setting})"
+    return None
+
+
 def raise_first_conflict(
     checks: tuple[CompatibilityCheck, ...], part: Part, subject: object
 ) -> None:

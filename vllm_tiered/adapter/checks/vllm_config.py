@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the finished VllmConfig, which knows what the model is and how it is compiled."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
@@ -59,6 +60,33 @@ def _find_other_compiler(vllm_config: Any) -> str | None:
 def _find_placed_weights(vllm_config: Any) -> str | None:
     config = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY])
     return f"tiered.weights.placement {config.weights.placement}" if config.weights.places else None
+
+
+def _find_windows(vllm_config: Any) -> str | None:
+    """Find attention that forgets, by vLLM's own rules: in all layers, or in some."""
+    if vllm_config.cache_config.sliding_window is not None:
+        return f"{vllm_config.model_config.model} (sliding-window attention)"
+    config = vllm_config.model_config.hf_text_config
+    kinds = getattr(config, "layer_types", None) or ()
+    found = {"chunked_attention"}
+    if vllm_config.model_config.get_sliding_window() is not None:  # not switched off
+        found.add("sliding_attention")
+    windows = sorted(found.intersection(kinds))
+    return f"{vllm_config.model_config.model} ({windows[0]} in some layers)" if windows else None
+
+
+def _find_captured_kv_updates(vllm_config: Any) -> str | None:
+    """Find CUDA graphs that would write new KV by themselves."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.name == "NONE":
+        return None
+    if importlib.import_module("vllm.envs").VLLM_USE_BREAKABLE_CUDAGRAPH:
+        return "VLLM_USE_BREAKABLE_CUDAGRAPH"
+    # Graphs of whole steps are removed before the first page moves.
+    if not mode.has_piecewise_cudagraphs() or compilation.splitting_ops_contain_kv_cache_update():
+        return None
+    return "a --compilation-config that does not split graphs at KV updates"
 
 
 _PARAMETERS_READ_ELSEWHERE = Conflict(
@@ -179,6 +207,28 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="name the target model alone",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="windowed_attention",
+        kind="model",
+        find=_find_windows,
+        conflicts={
+            Part.KV: Conflict(
+                reason="only models with full attention in all layers are swapped",
+                remedy="serve it without the plugin",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="captured_kv_updates",
+        kind="option",
+        find=_find_captured_kv_updates,
+        conflicts={
+            Part.KV: Conflict(
+                reason="CUDA graphs would write new KV before a layer's pages are there",
+                remedy="leave it out",
             ),
         },
     ),

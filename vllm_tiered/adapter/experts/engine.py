@@ -247,13 +247,15 @@ class ExpertsEngine:
         return {name: value - before.get(name, 0.0) for name, value in use.items()}
 
     def hits_by_layer(self) -> dict[str, float]:
-        """Return the hits of each layer with slots since the start, by the layer's name."""
-        self._slots.count_on_device(waits=True)
+        """Return the hits of each layer with slots since the start, by the layer's name.
+
+        On a GPU those of the steps whose counts have arrived.
+        """
+        self._slots.count_on_device(waits=False)
         return {one.experts.name: one.experts.stats.hits for one in self._layers if one.experts}
 
     def misses_by_layer(self) -> dict[str, float]:
-        """Return the misses of each layer with slots since the start, by the layer's name."""
-        self._slots.count_on_device(waits=True)
+        """Return the misses beside the hits that were returned last, by the layer's name."""
         return {one.experts.name: one.experts.stats.misses for one in self._layers if one.experts}
 
     def total_use(self) -> dict[str, float]:

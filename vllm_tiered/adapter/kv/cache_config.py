@@ -13,46 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv import attention_backend, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
-from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.errors import BudgetError
 from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level, expansion_of
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
-
-
-def check_supported_groups(vllm_config: Any, kv_cache_configs: list[Any]) -> None:
-    """Check for one group of full attention in one allocation, on the CPU backend or on CUDA.
-
-    Raises:
-        UnsupportedError: the model or the device is another; the message names it.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    for config in kv_cache_configs:
-        kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
-        spec: Any = config.kv_cache_groups[0].kv_cache_spec if kinds else None
-        plain = (
-            len(kinds) == 1
-            and type(spec) is FullAttentionSpec
-            and spec.sliding_window is None
-            and spec.attention_chunk_size is None
-        )
-        if not plain or len(config.kv_cache_tensors) != 1:
-            raise UnsupportedError(
-                "KV swapping needs one uniform full-attention KV cache group; the model has "
-                f"{kinds or 'none'} (hybrid, sliding-window, MLA and Mamba models are not "
-                "supported yet): switch it off with kv.enabled=false"
-            )
-    device = vllm_config.device_config.device_type
-    if device not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            "KV swapping runs on vLLM's CPU backend and on CUDA, this engine's device is "
-            f"{device}: switch it off with kv.enabled=false"
-        )
 
 
 def logical_blocks(
@@ -66,6 +36,7 @@ def logical_blocks(
     """Return vLLM's num_blocks (null block included) for a near budget.
 
     Args:
+        max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
@@ -108,6 +79,7 @@ def adaptive_levels(
     """Return the levels that the far budget allows; only level 0 if swapping is impossible.
 
     Args:
+        max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
@@ -164,47 +136,66 @@ def tiered_kv_cache_configs(
     *args: Any,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``get_kv_cache_configs`` for the logical number of blocks, but allocate near pages."""
+    """Call ``get_kv_cache_configs`` for the logical number of blocks, but allocate near pages.
+
+    What cannot be swapped is planned by vLLM alone, and marked with the reason.
+
+    Raises:
+        UnsupportedError: it cannot be swapped, and the user set it by hand.
+    """
     config = kv_plan.tiered_config(vllm_config)
 
     def plan(memory: list[int]) -> list[Any]:
         return list(original(vllm_config, kv_cache_specs, memory, *args, **kwargs))
 
-    if config is None or not any(kv_cache_specs):
+    if config is None:
         return plan(available_memory)
+    kv = config.kv
+
+    def leave_to_vllm(obstacle: str | None) -> list[Any]:
+        if obstacle is not None and kv.is_set_by_hand:
+            raise obstacles.refuse(obstacle)
+        why_not = obstacle or kv_plan.why_no_layer_is_far(kv)
+        configs = plan(available_memory)
+        for kv_cache_config in configs:
+            left = kv_plan.LeftToVllm(why_not, is_supported=obstacle is None)
+            setattr(kv_cache_config, kv_plan.LEFT_TO_VLLM, left)
+        return configs
+
+    if (obstacle := obstacles.known_obstacle()) is not None:
+        return leave_to_vllm(obstacle)
     specs = kv_cache_specs[0]
     spec = next(iter(specs.values()))
     block_bytes = spec.page_size_bytes * len(specs)
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
     near_pages = near_bytes // spec.page_size_bytes
-    num_far = kv_plan.resolve_num_far(config.kv, len(specs))
+    num_far = kv_plan.resolve_num_far(kv, len(specs))
+    fits_length = vllm_config.model_config.original_max_model_len == -1
     sizes = {
-        "max_model_len": vllm_config.model_config.max_model_len,
+        # With -1 vLLM fits it to the memory later.
+        "max_model_len": 0 if fits_length else vllm_config.model_config.max_model_len,
         "world_size": vllm_config.parallel_config.world_size,
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
-        reachable = kv_plan.make_levels(config.kv, spec, len(specs), near_pages)
-        levels = adaptive_levels(config.kv, reachable, **sizes)
-        steps_aside = not levels.max_num_far
+        reachable = kv_plan.make_levels(kv, spec, len(specs), near_pages)
+        levels = adaptive_levels(kv, reachable, **sizes)
+        has_far_layers = bool(levels.max_num_far)
         geometry, num_blocks = kv_plan.largest_for_one_request(levels), levels.max_blocks + 1
     else:
-        order = POLICIES[config.kv.policy](len(specs), num_far)
-        steps_aside = not order.offloaded
+        order = POLICIES[kv.policy](len(specs), num_far)
+        has_far_layers = bool(order.offloaded)
         geometry = kv_plan.make_geometry(order, spec, near_pages)
-        num_blocks = 0 if steps_aside else logical_blocks(config.kv, geometry, **sizes)
-    if steps_aside:
-        configs = plan(available_memory)
-        check_supported_groups(vllm_config, configs)
-        return configs
+        num_blocks = logical_blocks(kv, geometry, **sizes) if has_far_layers else 0
+    if not has_far_layers:
+        return leave_to_vllm(None)
     # One block more than is usable, as vLLM's check subtracts the null block.
     with _no_blocks_override(vllm_config.cache_config):
         configs = plan([num_blocks * block_bytes] * len(kv_cache_specs))
-    check_supported_groups(vllm_config, configs)
+    if (obstacle := obstacles.find_plan_obstacle(configs)) is not None:
+        return leave_to_vllm(obstacle)
     model_config = vllm_config.model_config
-    if (
-        model_config.original_max_model_len == -1
-    ):  # vLLM fitted it to all blocks, including partial ones
+    if fits_length:  # to all blocks, including partial ones
         longest = geometry.max_request_tokens(num_blocks - 1)
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:
@@ -280,8 +271,20 @@ def _no_blocks_override(cache_config: Any) -> Iterator[None]:
         cache_config.num_gpu_blocks_override = override
 
 
+def _initialize_kv_caches(
+    original: Any, engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if kv_plan.tiered_config(vllm_config) is None:
+        return original(engine, vllm_config, *args, **kwargs)
+    with obstacles.ask_workers(engine):
+        return original(engine, vllm_config, *args, **kwargs)
+
+
 def install() -> None:
     """Wrap ``get_kv_cache_configs`` where the engine core imported it. Idempotent."""
     from vllm.v1.engine import core
 
+    obstacles.install()
+    attention_backend.install()
     wrap_once(core, "get_kv_cache_configs", tiered_kv_cache_configs)
+    wrap_once(core.EngineCore, "_initialize_kv_caches", _initialize_kv_caches)

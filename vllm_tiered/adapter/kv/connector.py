@@ -56,7 +56,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     If no layer is ever offloaded, every hook does nothing.
 
     With ``SupportsHMA`` vLLM groups the layers as it does without a connector. A model with several
-    groups then raises an error that names the groups, instead of running at reduced speed.
+    groups is then left to vLLM as it is, instead of running at reduced speed.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

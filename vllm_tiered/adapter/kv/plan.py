@@ -5,11 +5,13 @@ Every process derives the same plan from vLLM's configuration, so it is never se
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_tiered.config import KvConfig, TieredConfig
+from vllm_tiered.adapter.connector_name import ASIDE_KEY
+from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
@@ -24,6 +26,21 @@ from vllm_tiered.kv.layout import (
 )
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.units import gib_to_bytes
+
+LEFT_TO_VLLM = "tiered_left_to_vllm"
+"""Attribute of a KVCacheConfig that vLLM planned without us: a :class:`LeftToVllm`."""
+
+
+class LeftToVllm(NamedTuple):
+    """Why a KV cache is not swapped.
+
+    Attributes:
+        why_not: the reason.
+        is_supported: False if the model rules swapping out.
+    """
+
+    why_not: str
+    is_supported: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +57,7 @@ class KvPlan:
         levels: the levels that the engine may change to; None if the offloaded layers are fixed. A
             configured expansion with a storage tier has levels too: without that tier, if it fails,
             fewer layers are offloaded.
+        left_to_vllm: why the KV cache is vLLM's own; None if it is not.
     """
 
     geometry: KvGeometry
@@ -48,6 +66,7 @@ class KvPlan:
     num_blocks: int
     config: KvConfig
     levels: KvLevels | None = None
+    left_to_vllm: LeftToVllm | None = None
 
     @property
     def near_bytes(self) -> int:
@@ -116,10 +135,15 @@ class KvPlan:
 
 
 def tiered_config(vllm_config: Any) -> TieredConfig | None:
-    """Return the plugin's configuration in a vLLM configuration; None if KV swapping is off."""
-    raw = (vllm_config.additional_config or {}).get("tiered")
-    config = None if raw is None else TieredConfig.from_dict(raw)
-    return config if config is not None and config.kv.enabled else None
+    """Return the plugin's configuration in a vLLM configuration.
+
+    None if KV swapping is off, or stepped aside before there was an engine.
+    """
+    tables = vllm_config.additional_config
+    if not isinstance(tables, Mapping) or ROOT_KEY not in tables or ASIDE_KEY in tables:
+        return None
+    config = TieredConfig.from_dict(tables[ROOT_KEY])
+    return config if config.kv.enabled else None
 
 
 def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
@@ -145,6 +169,16 @@ def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
             f"buffers reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
         )
     return num_far
+
+
+def why_no_layer_is_far(kv: KvConfig) -> str:
+    """Return why a KV cache that could be swapped is not."""
+    if kv.expansion != "auto":
+        return f"kv.expansion is {kv.expansion:g}, which needs no far layer"
+    return (
+        "no expansion above 1 is within reach of the model's layers, of kv.max_expansion "
+        f"{kv.max_expansion:g} and of the far memory, kv.far_gib {kv.far_gib}"
+    )
 
 
 def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> KvLevels:
@@ -216,6 +250,8 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     config = tiered_config(vllm_config)
     if config is None:
         return None
+    if (left := getattr(kv_cache_config, LEFT_TO_VLLM, None)) is not None:
+        return _untouched_plan(config.kv, kv_cache_config, left)
     group = kv_cache_config.kv_cache_groups[0]
     num_layers = len(group.layer_names)
     spec = group.kv_cache_spec
@@ -256,6 +292,31 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         num_blocks=num_blocks,
         config=config.kv,
         levels=levels,
+    )
+
+
+def _untouched_plan(kv: KvConfig, kv_cache_config: Any, left: LeftToVllm) -> KvPlan:
+    """Return the plan of a KV cache that is left to vLLM; layers and pages of all groups count."""
+    groups = kv_cache_config.kv_cache_groups
+    num_layers = sum(len(group.layer_names) for group in groups)
+    page_bytes = groups[0].kv_cache_spec.page_size_bytes if groups else 1
+    # Each tensor has the size of the allocation that all share.
+    near_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+    near_pages = near_bytes // page_bytes
+    return KvPlan(
+        geometry=KvGeometry(
+            num_layers=num_layers,
+            num_resident=num_layers,
+            num_staging_buffers=0,
+            page_bytes=page_bytes,
+            block_tokens=groups[0].kv_cache_spec.block_size if groups else 0,
+            near_pages=near_pages,
+        ),
+        order=interleave(num_layers, 0),
+        near_pages=near_pages,
+        num_blocks=kv_cache_config.num_blocks,
+        config=kv,
+        left_to_vllm=left,
     )
 
 

@@ -21,7 +21,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.admission import Admission
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import expansion_of
+from vllm_tiered.kv.layout import KvLevels, expansion_of
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
@@ -91,6 +91,7 @@ class TieredScheduler:
         self.storage_failure = ""
         self.unservable: dict[str, str] = {}
         self._max_request_tokens = max_model_len
+        self._restricted_by = ""  # why levels that the engine began with are not reached any more
         self._latest_report = StepReport()
         self._watch = StepWatch(plan.geometry.block_tokens)
         self._timeline = timeline
@@ -174,6 +175,8 @@ class TieredScheduler:
 
     def report(self, report: StepReport) -> None:
         """Record the workers' measurements of a step."""
+        if report.why_not and not self._latest_report.why_not:
+            self._restrict(0, because=report.why_not)
         self._latest_report = report
         self._watch.report(report)
 
@@ -200,17 +203,12 @@ class TieredScheduler:
         The caller then preempts all requests and calls :meth:`storage_is_given_up`.
         """
         self.storage_failure = self._latest_report.storage_failure
-        levels = self._plan.levels
-        if levels is None or self.expansion is None:
+        levels = self._restrict(
+            self._latest_report.memory_layers, because="without the storage tier, which failed"
+        )
+        if levels is None:
             text = f'{self.storage_failure}; kv.policy="{self._plan.config.policy}" needs it'
         else:
-            num_far = min(self._latest_report.memory_layers, levels.max_num_far)
-            levels = with_max_num_far(levels, num_far)
-            if self.adaptive:
-                self.adaptive.restrict(levels)
-            else:
-                self.expansion.restrict(levels, levels.ladder[-1])
-            self._max_request_tokens = max_request_tokens(levels)
             text = (
                 f"{self.storage_failure}: it is not used any more. Near and far memory hold "
                 f"{levels.max_blocks} blocks (expansion "
@@ -219,6 +217,20 @@ class TieredScheduler:
             )
         logger.error("tiered kv: %s. Restart with another kv.path to use a disk again", text)
         self._record_event("load error", text)
+
+    def _restrict(self, num_far: int, *, because: str) -> KvLevels | None:
+        """Allow `num_far` far layers at most; return the levels left, None if they are fixed."""
+        self._restricted_by = because
+        if self.expansion is None:
+            return None
+        levels = self.expansion.levels
+        levels = with_max_num_far(levels, min(num_far, levels.max_num_far))
+        if self.adaptive:
+            self.adaptive.restrict(levels)
+        else:
+            self.expansion.restrict(levels, levels.ladder[-1])
+        self._max_request_tokens = max_request_tokens(levels)
+        return levels
 
     def reserve_excess(self) -> None:
         """Reserve the free blocks above the limit at once."""
@@ -305,10 +317,11 @@ class TieredScheduler:
                 blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside)
             if blocks is None:
                 self._watch.record_blocked(request_id, request.num_tokens)
-                if self.storage_failure and request.num_tokens > self._max_request_tokens:
+                # vLLM accepted it for a level that is not reached any more.
+                if self._restricted_by and request.num_tokens > self._max_request_tokens:
                     self.unservable[request_id] = (
-                        f"it has {request.num_tokens} tokens, and without the storage tier, which "
-                        f"failed, one request can have {self._max_request_tokens}"
+                        f"it has {request.num_tokens} tokens, and {self._restricted_by}, one "
+                        f"request can have {self._max_request_tokens}"
                     )
             return blocks
 

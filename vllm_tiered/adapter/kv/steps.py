@@ -19,6 +19,7 @@ class StepReport(KVConnectorWorkerMetadata):
     Attributes:
         storage_failure: why the storage tier keeps no page any more; "" while it works.
         memory_layers: layers whose far regions are in memory, if the storage tier fails.
+        why_not: why no layer can become far, found while the model runs; "" if nothing was.
     """
 
     stall_seconds: float = 0.0
@@ -32,6 +33,7 @@ class StepReport(KVConnectorWorkerMetadata):
     experts: list[ExpertUse] = field(default_factory=list)
     storage_failure: str = ""
     memory_layers: int = 0
+    why_not: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Return the combined report of two ranks about the same step."""
@@ -48,6 +50,7 @@ class StepReport(KVConnectorWorkerMetadata):
             experts=self.experts or other.experts,
             storage_failure=self.storage_failure or other.storage_failure,
             memory_layers=max(self.memory_layers, other.memory_layers),
+            why_not=self.why_not or other.why_not,
         )
 
     def followed_by(self, later: "StepReport") -> "StepReport":
@@ -64,6 +67,7 @@ class StepReport(KVConnectorWorkerMetadata):
             experts=self.experts + later.experts,
             storage_failure=later.storage_failure,
             memory_layers=later.memory_layers,
+            why_not=later.why_not,
         )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker side of the connector: runs the swapper from vLLM's hooks around each layer."""
 
+import dataclasses
 import logging
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.adapter.checks import check_attention_backends
+from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
@@ -76,7 +77,8 @@ class TieredWorker:
         self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
         self._offloaded: dict[str, int] = {}
         self._to_come: Container[int] = ()  # layers that this step must wait for
-        self._updated: set[int] = set()  # of these, layers whose KV update has waited
+        self._updated: set[int] = set()  # layers whose KV update this step has called
+        self._why_not = ""  # why the expansion cannot grow, found while the model runs
         self._report: StepReport | None = None
         self._lost: set[int] = set()
         self._step_start = 0.0
@@ -94,8 +96,8 @@ class TieredWorker:
         """Make vLLM's allocation the page pool, and set every layer's view of it.
 
         Raises:
-            UnsupportedError: the views are not contiguous whole pages, or an attention backend's
-                block tables cannot be translated.
+            UnsupportedError: the views are not contiguous whole pages, or layers share them; what
+                is known of this before is an obstacle (obstacles.py).
             BudgetError: the far tier does not have the memory.
         """
         from vllm.model_executor.models.utils import extract_layer_index
@@ -104,10 +106,9 @@ class TieredWorker:
         geometry, near_pages = self._plan.geometry, self._plan.near_pages
         if len(names) != geometry.num_layers:
             raise UnsupportedError(
-                f"{len(names)} layers use {geometry.num_layers} layers' KV caches: layers that "
-                "share another layer's KV cache are not supported; set kv.enabled=false"
+                f"{len(names)} layers use {geometry.num_layers} layers' KV caches: "
+                f"{Part.KV.off_switch}"
             )
-        check_attention_backends(self._layers[name] for name in names)
         view = kv_caches[names[0]]
         if view.stride(0) * view.element_size() != geometry.page_bytes or any(
             self._layers[name].kv_cache.shape != view.shape for name in names
@@ -195,7 +196,7 @@ class TieredWorker:
         self.swapper.begin_step(plan)
         if self.full_graphs and not self.swapper.is_laid_out_as_vllm:
             self.full_graphs.check_removed()
-        if self.swapper.order.num_far != self._num_far:
+        if self.swapper.order.num_far != self._num_far and not self._why_not:
             stated = manifest.KvManifest.of(self._plan, self._homes, self.swapper.order)
             manifest.publish_kv(stated)
         if (
@@ -239,12 +240,16 @@ class TieredWorker:
         layer = self._layer_of.get(layer_name)
         is_awaited = layer is not None and layer in self._to_come
         waits_here = layer_name in self._waits_here
-        if is_awaited and not waits_here and layer not in self._updated:
-            raise UnsupportedError(
+        if layer is not None and not waits_here and layer not in self._updated:
+            reason = (
                 f"{layer_name} writes its KV by other means than its attention backend's "
-                "do_kv_cache_update (a fused operation), before its pages are there: set "
-                "kv.enabled=false"
+                "do_kv_cache_update (a fused operation)"
             )
+            if is_awaited:
+                raise UnsupportedError(
+                    f"{reason}, before its pages are there: {Part.KV.off_switch}"
+                )
+            self._step_aside(reason)
         if self._trace:
             self._traced_wait(self._names.index(layer_name))
         elif layer is not None and is_awaited and waits_here:
@@ -324,8 +329,7 @@ class TieredWorker:
             return False
 
         def do_kv_cache_update(*args: Any, **kwargs: Any) -> Any:
-            if layer in self._to_come:
-                self._updated.add(layer)
+            self._updated.add(layer)
             if self._trace:
                 self._traced_wait(layer)
             elif layer in self._to_come:
@@ -334,6 +338,25 @@ class TieredWorker:
 
         impl.do_kv_cache_update = do_kv_cache_update
         return True
+
+    def _step_aside(self, reason: str) -> None:
+        """State that no layer becomes far; the scheduler learns it from the step's report."""
+        if self._why_not or not self._plan.is_adaptive:
+            return
+        self._why_not = reason
+        stated = manifest.KvManifest.of(self._plan, self._homes)
+        stated = dataclasses.replace(
+            stated,
+            active=False,
+            why_not=reason,
+            is_supported=False,
+            max_far_layers=0,
+            max_expansion=1.0,
+            num_blocks=self._plan.released_blocks,
+        )
+        manifest.publish_kv(stated)
+        if self._is_first:
+            logger.info("%s", stated.describe())
 
     def _wait(self, layer: int) -> None:
         start = time.perf_counter()
@@ -369,7 +392,7 @@ class TieredWorker:
                 data[page_errors_figure(kind)] = count - self._errors_before[kind]
             self._errors_before = errors
         self._stall_before = self.swapper.stall_seconds
-        report = self._report = StepReport(stall_seconds=stall_seconds)
+        report = self._report = StepReport(stall_seconds=stall_seconds, why_not=self._why_not)
         if failure := self._device.storage_failure():
             report.storage_failure = failure
             report.memory_layers = self._homes.memory_layers or 0

@@ -4,8 +4,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_tiered.adapter.kv.plan import KvPlan
-from vllm_tiered.config import FfnConfig, KvConfig
+from vllm_tiered.adapter.kv.plan import KvPlan, LeftToVllm, why_no_layer_is_far
+from vllm_tiered.config import FfnConfig
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
@@ -30,6 +30,7 @@ class KvManifest:
     Attributes:
         active: False if no layer is ever far, and vLLM keeps its own KV cache.
         why_not: why no layer is ever far; None if some are, or may become so.
+        is_supported: False if the model rules swapping out.
         expansion: the expansion now.
         max_expansion: the expansion that may be reached; the same if it is fixed.
         far_layers: the number of far layers (the paper's m) now.
@@ -43,6 +44,7 @@ class KvManifest:
 
     active: bool
     why_not: str | None
+    is_supported: bool
     policy: str
     expansion: float
     max_expansion: float
@@ -64,10 +66,12 @@ class KvManifest:
         """Return the manifest of a plan; `order` has the layers' roles now, if not at start."""
         geometry = plan.geometry
         order = order or plan.order
+        left = plan.left_to_vllm or LeftToVllm(why_no_layer_is_far(plan.config), True)
         far_bytes, storage_bytes = plan.bytes_in(homes)
         return cls(
             active=plan.swaps,
-            why_not=None if plan.swaps else _why_no_layer_is_far(plan.config),
+            why_not=None if plan.swaps else left.why_not,
+            is_supported=left.is_supported,
             policy=plan.config.policy,
             expansion=expansion_of(geometry.num_layers, order.num_far),
             max_expansion=expansion_of(geometry.num_layers, plan.max_num_far),
@@ -358,15 +362,6 @@ class L2Manifest:
             f"{format_bytes(self.budget_bytes)} at a time at most, from {threads}, per rank; "
             f"{decided}"
         )
-
-
-def _why_no_layer_is_far(config: KvConfig) -> str:
-    if config.expansion != "auto":
-        return f"kv.expansion is {config.expansion:g}, which needs no far layer"
-    return (
-        "no expansion above 1 is within reach of the model's layers, of kv.max_expansion "
-        f"{config.max_expansion:g} and of the far memory, kv.far_gib {config.far_gib}"
-    )
 
 
 def publish_l2(manifest: L2Manifest | None) -> None:

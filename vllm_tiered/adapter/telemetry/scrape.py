@@ -115,6 +115,8 @@ def part_reason(part: str, worker: Mapping[str, Any]) -> str:
         return state
     if part == "l2":
         return "no_gain" if worker[part].get("verdicts") else "nothing_to_prefetch"
+    if part == "kv" and not worker[part].get("is_supported", True):
+        return "unsupported"
     return _ASIDE[part]
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.figures import COUNTERS, GAUGES
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
@@ -27,6 +28,9 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         return None
     config = TieredConfig.from_dict(additional[ROOT_KEY])
     stated = manifest.current() or {}
+    why_not = additional.get(ASIDE_KEY, {}).get("kv")
+    if why_not is not None:  # there is no connector that states anything
+        stated = {**stated, "kv": {"active": False, "why_not": why_not, "is_supported": False}}
     parts = {
         "kv": _kv_state(config, stated.get("kv")),
         "weights": _weights_state(config, stated.get("weights")),

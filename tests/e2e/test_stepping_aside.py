@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With default settings every engine starts: what cannot be swapped is left to vLLM, with a reason.
+
+What the user set by hand is refused before the weights are loaded.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.inputs.shapes import random_model_dir
+from tests.e2e import harness
+from tests.e2e.faults import fused_kv_updates
+from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from vllm_tiered.adapter import checks
+from vllm_tiered.adapter.kv import adaptive, obstacles
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.kv.controller import Decision
+
+MIB = 1 << 20
+PROMPTS = random_prompts(10, longest=100)
+BY_HAND = {"expansion": 1.5}
+TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256}
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> str:
+    """A Mistral whose layers all have a sliding window."""
+    model = tmp_path / "mistral"
+    shutil.copytree(random_model_dir("mistral"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    harness.PATHS["windowed"] = str(model)
+    return "windowed"
+
+
+@pytest.fixture
+def other_backend(monkeypatch) -> str:
+    """An attention backend whose block tables could not be translated."""
+    monkeypatch.setattr(obstacles, "ATTENTION_BACKENDS", ("TRITON_ATTN",))
+    return "qwen2"
+
+
+# By name: the model or the fixture that makes it, and a part of the reason.
+MODELS = {
+    "windows": ("windowed", "sliding-window attention"),
+    "windows_and_full": ("gpt_oss", "sliding_attention in some layers"),
+    "mamba": ("granite_hybrid", "attention mixed with Mamba"),
+    "latent": ("deepseek_v2", "multi-head latent attention"),
+    "shared": ("sharing", "share another layer's KV cache"),
+    "other_backend": ("other_backend", "attention backend CPU_ATTN"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request) -> tuple[str, str]:
+    """Return the model and a part of the reason."""
+    model, reason = MODELS[request.param]
+    is_made_here = model in ("windowed", "sharing", "other_backend")
+    return (request.getfixturevalue(model) if is_made_here else model), reason
+
+
+def kv_state(llm: Any) -> dict[str, Any]:
+    state: dict[str, Any] = llm.collective_rpc("tiered_state")[0]["kv"]
+    return state
+
+
+def test_a_model_is_served_as_by_vllm_alone(case, caplog_vllm) -> None:
+    model, reason = case
+    expected = run(model, PROMPTS)
+    caplog_vllm.clear()
+    with engine(model, {}) as llm:
+        assert generate(llm, PROMPTS) == expected.tokens
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == expected.num_blocks
+        kv = kv_state(llm)
+    assert kv["state"] == "stepped aside" and not kv["is_supported"]
+    assert reason in kv["reason"]
+    lines = [r.getMessage() for r in caplog_vllm.records if "steps aside" in r.getMessage()]
+    assert len(lines) == 1 and reason in lines[0]
+
+
+def test_what_is_set_by_hand_is_refused_before_weights_are_loaded(case, monkeypatch) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    model, reason = case
+    monkeypatch.setattr(
+        DefaultModelLoader, "load_weights", lambda *_: pytest.fail("weights were loaded")
+    )
+    with pytest.raises(UnsupportedError) as refused, engine(model, BY_HAND):
+        pass
+    for part in (reason, "What to do:", "tiered.kv.enabled to false"):
+        assert part in str(refused.value)
+
+
+def test_what_only_the_plan_shows_is_left_to_vllm(monkeypatch, caplog_vllm) -> None:
+    """Windows that no configuration tells of: vLLM's groups do, once the model is there."""
+    known = [c for c in checks.VLLM_CONFIG_CHECKS if c.feature != "windowed_attention"]
+    monkeypatch.setattr(checks, "VLLM_CONFIG_CHECKS", tuple(known))
+    monkeypatch.setattr(obstacles, "find_model_obstacle", lambda *_, **__: None)
+    expected = run("gpt_oss", PROMPTS)
+    with engine("gpt_oss", {}) as llm:
+        assert generate(llm, PROMPTS) == expected.tokens
+        assert "SlidingWindowSpec" in kv_state(llm)["reason"]
+    assert caplog_vllm.text.count("SlidingWindowSpec") == 1
+
+
+def test_the_longest_request_is_fitted_to_what_near_and_far_memory_hold() -> None:
+    fitted: dict[str, Any] = {"kv_cache_memory_bytes": 20 * MIB, "max_model_len": -1}
+    with engine("deep", **fitted) as llm:
+        alone = llm.llm_engine.vllm_config.model_config.max_model_len
+    with engine("deep", {}, **fitted) as llm:
+        longest = llm.llm_engine.vllm_config.model_config.max_model_len
+        assert alone < longest < 2048  # the model's own context would not fit either way
+        assert kv_state(llm)["state"] == "on"
+
+
+@pytest.mark.filterwarnings("ignore")  # numba deprecates what vLLM's drafter does
+def test_speculative_decoding_is_vllms_own() -> None:
+    expected = vllm_tokens("qwen2", PROMPTS)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with engine("qwen2", {}, speculative_config=ngram) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert "--speculative-config" in kv_state(llm)["reason"]
+
+
+def test_another_connector_keeps_its_place(tmp_path: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    expected = vllm_tokens("qwen2", PROMPTS)
+    transfer = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    with engine("qwen2", {}, kv_transfer_config=transfer) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert "ExampleConnector" in kv_state(llm)["reason"]
+    assert list(tmp_path.iterdir()), "it has stored something"
+
+
+def test_an_expansion_of_one_asks_for_nothing() -> None:
+    expected = run("gpt_oss", PROMPTS).tokens
+    with engine("gpt_oss", {"expansion": 1}) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert kv_state(llm)["state"] == "stepped aside"
+
+
+@pytest.fixture
+def fused_while_it_grows(monkeypatch) -> None:
+    """A model with fused KV updates, and a controller that wants as many far layers as can be."""
+
+    def climb(signals, state, levels, tuning):
+        return Decision(level_idx=len(levels.ladder) - 1, reason="as high as can be"), state
+
+    monkeypatch.setattr(adaptive.controller, "step", climb)
+    fused_kv_updates(monkeypatch)
+
+
+@pytest.mark.usefixtures("fused_while_it_grows")
+def test_a_model_that_writes_kv_in_a_fused_operation_stays_near(caplog_vllm) -> None:
+    """The first step shows it, when no layer is far yet."""
+    with engine("deep", {}, **TIGHT) as llm:
+        tokens = generate(llm, PROMPTS)
+        kv = kv_state(llm)
+        assert metric("tiered_kv_read_bytes") == 0 and metric("tiered_kv_expansion") == 1
+    assert kv["state"] == "stepped aside" and kv["far_layers"] == 0
+    assert "writes its KV by other means" in kv["reason"]
+    assert caplog_vllm.text.count("writes its KV by other means") == 1
+    assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+@pytest.mark.usefixtures("fused_while_it_grows")
+def test_what_only_far_layers_could_hold_ends_with_an_error(caplog_vllm) -> None:
+    """vLLM took a context that fits with far layers, and then there are none."""
+    from vllm import SamplingParams
+
+    longest = [token for prompt in random_prompts(12, seed=3) for token in prompt][:230]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt} for prompt in (PROMPTS[0], longest, PROMPTS[1])]
+    with engine("deep", {}, **TIGHT | {"kv_cache_memory_bytes": 11 * MIB}) as llm:
+        generate(llm, PROMPTS[:1], 4)
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["length", "error", "length"]
+    assert "230 tokens, and model.layers" in caplog_vllm.text
+    assert "one request can have 192" in caplog_vllm.text

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What in a model that vLLM has built rules KV swapping out, and when it is looked for.
+
+A worker knows it as soon as the model is built, before its weights are loaded. What the user set by
+hand is refused then. Otherwise the engine core asks every worker before it plans the KV cache
+(`ask_workers`), and leaves the plan to vLLM if one of them names an obstacle.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
+from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv.plan import tiered_config
+from vllm_tiered.errors import UnsupportedError
+
+WORKER_METHOD = "tiered_kv_obstacle"
+"""Method that is added to vLLM's workers, as only a method's name can be sent to them."""
+
+_found: ContextVar[str | None] = ContextVar("obstacle of the engine that is being started")
+
+
+def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
+    """Return why the KV cache of the layers that are built cannot be swapped; None if it can.
+
+    Args:
+        is_loaded: the model is loaded, so that the block size is final.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    backends: dict[str, tuple[Any, Any]] = {}
+    specs: list[Any] = []
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for name, layer in layers.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            return f"layers that share another layer's KV cache are not swapped ({name})"
+        if getattr(layer, "kv_cache_update_bypass", False):
+            return f"{name} writes its KV in a fused operation, before its pages are there"
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None:
+            specs.append(spec)
+            backend = layer.get_attn_backend()
+            backends[backend.get_name()] = backend, spec
+    if not specs:
+        return "the model keeps no KV cache"
+    if (obstacle := find_spec_obstacle(specs)) is not None:
+        return obstacle
+    if others := sorted(backends.keys() - set(ATTENTION_BACKENDS)):
+        return (
+            f"block tables of the attention backend {', '.join(others)} cannot be translated layer "
+            f"by layer, those of {', '.join(ATTENTION_BACKENDS)} can (--attention-backend)"
+        )
+    return _find_split_blocks(backends) if is_loaded else None
+
+
+def _find_split_blocks(backends: dict[str, tuple[Any, Any]]) -> str | None:
+    """Find kernels that see each KV block as several smaller ones."""
+    from vllm.v1.worker.utils import select_common_block_size
+
+    classes, specs = zip(*backends.values(), strict=True)
+    block_tokens = specs[0].block_size
+    try:
+        kernel_tokens = select_common_block_size(block_tokens, list(classes), list(specs))
+    except ValueError:
+        return None  # vLLM says so itself
+    if kernel_tokens == block_tokens:
+        return None
+    return (
+        f"the attention kernel splits blocks of {block_tokens} tokens: set --block-size "
+        f"{kernel_tokens}"
+    )
+
+
+def find_spec_obstacle(specs: list[Any]) -> str | None:
+    """Return why KV caches of these vLLM specs cannot be swapped; None if they can."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    kinds = {
+        type(spec).__name__
+        for spec in specs
+        if type(spec) is not FullAttentionSpec
+        or spec.sliding_window is not None
+        or spec.attention_chunk_size is not None
+    }
+    if kinds:
+        return (
+            "only models with full attention in all layers are swapped yet, and this one has "
+            f"{', '.join(sorted(kinds))}"
+        )
+    if len({spec.page_size_bytes for spec in specs}) > 1:
+        return "only models whose layers have KV caches of one size are swapped yet"
+    return None
+
+
+def find_plan_obstacle(kv_cache_configs: list[Any]) -> str | None:
+    """Return why the KV caches that vLLM has planned cannot be swapped; None if they can."""
+    for config in kv_cache_configs:
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        if (obstacle := find_spec_obstacle(specs)) is not None:
+            return obstacle
+        tensors = config.kv_cache_tensors
+        if len(specs) != 1 or len(tensors) != 1:
+            return f"vLLM keeps {len(specs)} groups of KV caches in {len(tensors)} allocations"
+        if tensors[0].block_stride != specs[0].page_size_bytes:
+            return (
+                f"KV pages of {specs[0].page_size_bytes} bytes lie {tensors[0].block_stride} bytes "
+                "apart (VLLM_KV_CACHE_LAYOUT)"
+            )
+    return None
+
+
+def refuse(obstacle: str) -> UnsupportedError:
+    """Return the error for an engine whose user set KV swapping by hand."""
+    return UnsupportedError(
+        f"vllm-tiered cannot {Part.KV.action}: {obstacle}. What to do: leave kv.expansion, "
+        f"kv.policy and kv.tier out, so that the part steps aside, or {Part.KV.off_switch}"
+    )
+
+
+def known_obstacle() -> str | None:
+    """Return what a worker of the engine that is being started has named."""
+    return _found.get(None)
+
+
+@contextmanager
+def ask_workers(engine: Any) -> Iterator[None]:
+    """Ask the workers of an `EngineCore` for obstacles, which are known inside the block."""
+    answers = engine.model_executor.collective_rpc(WORKER_METHOD)
+    token = _found.set(next((answer for answer in answers if answer is not None), None))
+    try:
+        yield
+    finally:
+        _found.reset(token)
+
+
+def install() -> None:
+    """Add the method that workers answer by. Idempotent."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not hasattr(WorkerBase, WORKER_METHOD):
+        setattr(WorkerBase, WORKER_METHOD, _answer)
+
+
+def check_built_models() -> None:
+    """Look for obstacles in each model of this process once it is built. Idempotent.
+
+    A loader that builds models in its own way (tensorizer) is asked after it has loaded.
+    """
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    wrap_once(BaseModelLoader, "create_model", _create_model)
+
+
+def _answer(worker: Any) -> str | None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):  # some backends look into it
+        return find_model_obstacle(worker.vllm_config, is_loaded=True)
+
+
+def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    model = original(loader, vllm_config, *args, **kwargs)
+    config = tiered_config(vllm_config)
+    if config is not None and config.kv.is_set_by_hand:
+        obstacle = find_model_obstacle(vllm_config, is_loaded=False)
+        if obstacle is not None:
+            raise refuse(obstacle)
+    return model
