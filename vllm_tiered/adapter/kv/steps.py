@@ -17,6 +17,8 @@ class StepReport(KVConnectorWorkerMetadata):
     Seconds are the slowest rank's; bytes and joules are summed over ranks.
 
     Attributes:
+        layers: the step layer by layer, if it was traced.
+        experts: use of experts by layer since an earlier report, about once a second.
         storage_failure: why the storage tier keeps no page any more; "" while it works.
         memory_layers: layers whose far regions are in memory, if the storage tier fails.
         why_not: why no layer can become far, found while the model runs; "" if nothing was.

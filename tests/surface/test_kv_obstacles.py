@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Obstacles to KV swapping that no model of the engine tests has, in vLLM's own terms."""
+
+from types import SimpleNamespace
+
+import torch
+
+from vllm_tiered.adapter.kv import obstacles
+from vllm_tiered.adapter.kv.steps import StepReport
+
+
+def full_attention(block_tokens=64, num_kv_heads=2):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(
+        block_size=block_tokens, num_kv_heads=num_kv_heads, head_size=64, dtype=torch.bfloat16
+    )
+
+
+def backend(*block_tokens):
+    """Return a backend whose kernel takes blocks of these sizes alone."""
+    return SimpleNamespace(
+        get_name=lambda: "TRITON_ATTN",
+        get_supported_kernel_block_sizes=lambda spec=None: list(block_tokens),
+    )
+
+
+def test_kernels_that_split_blocks():
+    def obstacle(*block_tokens):
+        return obstacles._find_split_blocks({"TRITON_ATTN": (backend(*block_tokens), spec)})
+
+    spec = full_attention(block_tokens=64)
+    assert "splits blocks of 64 tokens: set --block-size 16" in obstacle(16)
+    assert obstacle(16, 64) is None
+    assert obstacle(48) is None, "vLLM refuses that itself"
+
+
+def test_layers_of_two_sizes():
+    one, two = full_attention(), full_attention(num_kv_heads=4)
+    assert obstacles.find_spec_obstacle([one, one]) is None
+    assert "KV caches of one size" in (obstacles.find_spec_obstacle([one, two]) or "")
+
+
+def test_plans_whose_pages_do_not_follow_one_another():
+    def plan(block_stride, num_tensors=1):
+        tensors = [SimpleNamespace(block_stride=block_stride)] * num_tensors
+        group = SimpleNamespace(kv_cache_spec=spec)
+        return [SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=tensors)]
+
+    spec = full_attention()
+    page_bytes = spec.page_size_bytes
+    assert obstacles.find_plan_obstacle(plan(page_bytes)) is None
+    apart = obstacles.find_plan_obstacle(plan(4 * page_bytes)) or ""
+    assert f"pages of {page_bytes} bytes lie {4 * page_bytes} bytes apart" in apart
+    assert "in 2 allocations" in (obstacles.find_plan_obstacle(plan(page_bytes, 2)) or "")
+
+
+def test_one_rank_that_cannot_is_enough():
+    able, unable = StepReport(), StepReport(why_not="fused")
+    assert able.aggregate(unable).why_not == unable.aggregate(able).why_not == "fused"
+    assert able.followed_by(unable).why_not == "fused"
