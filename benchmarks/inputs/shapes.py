@@ -20,6 +20,9 @@
 | gpt_oss | 4     | GQA, every other layer in a window | 8 experts with biases, loaded by copies |
 | deepseek_v2 | 3 | multi-head latent               | a dense layer; 16 experts and a shared one |
 | glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
+| latent | 8      | multi-head latent               | layers enough for an expansion |
+| gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
+| llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
@@ -189,6 +192,51 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 0,
+    },
+    "gemma3": {
+        **_COMMON,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 9,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "intermediate_size": 512,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+        "tie_word_embeddings": False,
+    },
+    "llama4": {
+        **_COMMON,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "intermediate_size_mlp": 256,
+        "num_local_experts": 4,
+        "no_rope_layers": [1, 1, 0] * 2,
+        "layer_types": ["chunked_attention", "chunked_attention", "full_attention"] * 2,
+        "attention_chunk_size": 64,
+    },
+    "latent": {
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 7,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,  # with the rotated part, what vLLM's CPU kernel takes
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
     },
     "granite_hybrid": {
         **_COMMON,

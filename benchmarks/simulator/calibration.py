@@ -17,7 +17,7 @@ from benchmarks.inputs.workload import sharegpt_requests
 from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.simulation import Case, simulate
 from benchmarks.simulator.trace import Arrival, Trace
-from vllm_tiered.kv.layout import num_far_for_expansion
+from vllm_tiered.kv.layout import LayerStack
 from vllm_tiered.planner.machine import load_profile
 
 MEASURED_TOKENS_PER_S: Mapping[int, Mapping[float, float]] = {
@@ -61,7 +61,7 @@ def calibration() -> dict[str, Any]:
         case = calibration_case(near_blocks)
         entries = table[str(near_blocks)] = {}
         for expansion, measured in row.items():
-            level = num_far_for_expansion(case.model.num_layers, expansion)
+            level = LayerStack(case.model.num_layers).num_far_for(expansion)
             simulated = simulate(case, level).tokens_per_s
             entries[f"{expansion:g}"] = {"measured": measured, "simulated": simulated}
             errors.append(abs(simulated / measured - 1))

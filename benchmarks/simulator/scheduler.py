@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulator.trace import Arrival
-from vllm_tiered.kv.admission import Admission
+from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import KvLevels, Level
@@ -85,6 +85,9 @@ class CountedBlocks:
     def release(self, block_ids: Sequence[int]) -> None:
         """Put reserved blocks back."""
         self.free(len(block_ids))
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Do nothing, as no content is modelled."""
 
     def allocate(self, count: int) -> None:
         """Allocate blocks for a request."""
@@ -314,9 +317,9 @@ class SimulatedScheduler:
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.levels.block_tokens)
 
-    def _allocate_first(self, count: int, whole: int, num_reserved: int) -> int | None:
+    def _allocate_first(self, count: int, whole: int, left_over: LeftOver) -> int | None:
         """Allocate a request's first blocks if its whole prefill would fit, as in vLLM."""
-        if whole > self._pool.num_free or count > self._pool.num_free - num_reserved:
+        if whole > self._pool.num_free or count > self._pool.num_free - left_over(0):
             return None
         self._pool.allocate(count)
         return count

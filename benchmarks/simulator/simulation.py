@@ -13,7 +13,7 @@ from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import Trace
 from vllm_tiered.kv import controller
-from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, Level, expansion_of, max_num_far
+from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, LayerStack, Level, expansion_of
 from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
@@ -54,7 +54,7 @@ class Case:
         n = self.model.num_layers
         bytes_per_page = page_bytes(self.model, self.block_tokens)
         near_pages = int(self.near_bytes // bytes_per_page)
-        most = max(m for m in range(max_num_far(n) + 1) if self._is_allowed(m))
+        most = LayerStack(n).max_num_far_within(self.max_expansion)
         levels = KvLevels(
             num_layers=n,
             page_bytes=bytes_per_page,
@@ -66,9 +66,6 @@ class Case:
         )
         blocks = max(levels.block_limit(Level(m), 0) for m in range(most + 1))
         return dataclasses.replace(levels, max_blocks=blocks)
-
-    def _is_allowed(self, num_far: int) -> bool:
-        return expansion_of(self.model.num_layers, num_far) <= self.max_expansion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that run real engines."""
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.inputs.shapes import random_model_dir
+from tests.e2e import harness
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.kv.layout import KvLevels, Level
 
@@ -75,3 +80,14 @@ def sharing(monkeypatch) -> str:
 
     monkeypatch.setattr(Attention, "__init__", init)
     return "qwen2"
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> str:
+    """A Mistral whose layers all have a sliding window."""
+    model = tmp_path / "mistral"
+    shutil.copytree(random_model_dir("mistral"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    harness.PATHS["windowed"] = str(model)
+    return "windowed"

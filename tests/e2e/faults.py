@@ -5,12 +5,16 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from vllm_tiered.adapter.kv import adaptive
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.kv.controller import Decision
+from vllm_tiered.kv.page_pool import PagePool
+from vllm_tiered.kv.swapper import Swapper
 
 
 class FlippingThread(CopyThread):
@@ -79,3 +83,24 @@ def fused_kv_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, query, None, None, *args, **kwargs)
 
     monkeypatch.setattr(Attention, "forward", fused)
+
+
+def poison_freed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill pages with large numbers as they are given back, unless a copy still reads them.
+
+    They must be finite: kernels read slots of a page that nothing was written to, with weight 0.
+    """
+    make, free = Swapper.__init__, PagePool.free
+    near_of: dict[int, PageBuffer] = {}
+
+    def init(self, **kwargs) -> None:
+        make(self, **kwargs)
+        near_of[id(self.pool)] = kwargs["near"]
+
+    def poisoned(self, pages, owner) -> None:
+        free(self, pages, owner)
+        if (near := near_of.get(id(self))) is not None:
+            near.data[torch.from_numpy(pages)] = 0x46  # 12,690 in float32
+
+    monkeypatch.setattr(Swapper, "__init__", init)
+    monkeypatch.setattr(PagePool, "free", poisoned)

@@ -47,6 +47,7 @@ def test_bytes_are_exactly_the_full_blocks(policy) -> None:
         "expansion": 2.0,
         "max_expansion": 2.0,
         "num_layers": 30,
+        "near_only_layers": 0,
         "far_layers": 17,
         "max_far_layers": 17,
         "offloaded_layers": result.manifest["kv"]["offloaded_layers"],

@@ -14,7 +14,6 @@ from tests.e2e.harness import (
     random_prompts,
     vllm_tokens,
 )
-from vllm_tiered.adapter import checks
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 
 PROMPTS = random_prompts(8, seed=40)
@@ -35,15 +34,13 @@ def test_kv_and_weights(two_ranks) -> None:
         assert metric("tiered_weights_read_bytes") > 0
 
 
-def test_what_workers_find_in_their_model_is_left_to_vllm(two_ranks, monkeypatch) -> None:
-    known = [c for c in checks.VLLM_CONFIG_CHECKS if c.feature != "windowed_attention"]
-    monkeypatch.setattr(checks, "VLLM_CONFIG_CHECKS", tuple(known))
-    expected = vllm_tokens("gpt_oss", PROMPTS, 16)
-    with engine("gpt_oss", {}, **two_ranks) as llm:
+def test_what_workers_find_in_their_model_is_left_to_vllm(two_ranks, windowed) -> None:
+    expected = vllm_tokens(windowed, PROMPTS, 16)
+    with engine(windowed, {}, **two_ranks) as llm:
         assert generate(llm, PROMPTS, 16) == expected
         states = [worker["kv"] for worker in llm.collective_rpc("tiered_state")]
     assert [kv["state"] for kv in states] == ["stepped aside"] * 2
-    assert all("has SlidingWindowSpec" in kv["reason"] for kv in states)
+    assert all("no layer has full attention" in kv["reason"] for kv in states)
 
 
 @pytest.mark.slow

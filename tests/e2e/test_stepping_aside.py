@@ -4,18 +4,13 @@
 What the user set by hand is refused before the weights are loaded.
 """
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.inputs.shapes import random_model_dir
-from tests.e2e import harness
 from tests.e2e.faults import fused_kv_updates
 from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.kv import adaptive, obstacles
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.controller import Decision
@@ -27,17 +22,6 @@ TIGHT: dict[str, Any] = {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 256
 
 
 @pytest.fixture
-def windowed(tmp_path: Path) -> str:
-    """A Mistral whose layers all have a sliding window."""
-    model = tmp_path / "mistral"
-    shutil.copytree(random_model_dir("mistral"), model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
-    harness.PATHS["windowed"] = str(model)
-    return "windowed"
-
-
-@pytest.fixture
 def other_backend(monkeypatch) -> str:
     """An attention backend whose block tables could not be translated."""
     monkeypatch.setattr(obstacles, "ATTENTION_BACKENDS", ("TRITON_ATTN",))
@@ -46,10 +30,8 @@ def other_backend(monkeypatch) -> str:
 
 # By name: the model or the fixture that makes it, and a part of the reason.
 MODELS = {
-    "windows": ("windowed", "sliding-window attention"),
-    "windows_and_full": ("gpt_oss", "sliding_attention in some layers"),
+    "windows": ("windowed", "no layer has full attention"),
     "mamba": ("granite_hybrid", "attention mixed with Mamba"),
-    "latent": ("deepseek_v2", "multi-head latent attention"),
     "shared": ("sharing", "share another layer's KV cache"),
     "other_backend": ("other_backend", "attention backend CPU_ATTN"),
 }
@@ -95,16 +77,16 @@ def test_what_is_set_by_hand_is_refused_before_weights_are_loaded(case, monkeypa
         assert part in str(refused.value)
 
 
-def test_what_only_the_plan_shows_is_left_to_vllm(monkeypatch, caplog_vllm) -> None:
-    """Windows that no configuration tells of: vLLM's groups do, once the model is there."""
-    known = [c for c in checks.VLLM_CONFIG_CHECKS if c.feature != "windowed_attention"]
-    monkeypatch.setattr(checks, "VLLM_CONFIG_CHECKS", tuple(known))
-    monkeypatch.setattr(obstacles, "find_model_obstacle", lambda *_, **__: None)
-    expected = run("gpt_oss", PROMPTS)
-    with engine("gpt_oss", {}) as llm:
+def test_what_only_the_plan_shows_is_left_to_vllm(caplog_vllm) -> None:
+    """Twice as many layers of full attention as of windows: vLLM makes two groups of them."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"] * 3
+    options: dict[str, Any] = {"hf_overrides": {"layer_types": kinds}}
+    expected = run("gemma3", PROMPTS, **options)
+    caplog_vllm.clear()
+    with engine("gemma3", {}, **options) as llm:
         assert generate(llm, PROMPTS) == expected.tokens
-        assert "SlidingWindowSpec" in kv_state(llm)["reason"]
-    assert caplog_vllm.text.count("SlidingWindowSpec") == 1
+        assert "in 2 groups, not in one" in kv_state(llm)["reason"]
+    assert caplog_vllm.text.count("in 2 groups, not in one") == 1
 
 
 def test_the_longest_request_is_fitted_to_what_near_and_far_memory_hold() -> None:

@@ -95,7 +95,12 @@ def signals_of(monkeypatch):
     )
     elastic = ElasticBlocks(geometry=levels.geometry(Level(0)), usable_blocks=20)
     expansion = AdaptiveExpansion(
-        levels, elastic, max_model_blocks=8, max_num_seqs=4, on_change=lambda *_: None
+        levels,
+        elastic,
+        max_model_blocks=8,
+        max_num_seqs=4,
+        resident_blocks=lambda _: 0,
+        on_change=lambda *_: None,
     )
     seen = []
 

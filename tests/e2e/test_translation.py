@@ -173,3 +173,73 @@ def test_a_delayed_table_arrives_as_it_was_when_it_was_sent(monkeypatch):
         table.upload()
     late.deliver(6)
     assert late.arrived == list(range(6))
+
+
+class LatentBatch(Batch):
+    """The same requests, the first of them as decodes, in vLLM's metadata of latent attention."""
+
+    def step(self, *, shuffle: bool, padding: int) -> Any:
+        from vllm.model_executor.layers.attention.mla_attention import (
+            MLACommonDecodeMetadata,
+            MLACommonMetadata,
+            MLACommonPrefillMetadata,
+        )
+
+        context = super().step(shuffle=shuffle, padding=padding)
+        flat = context.attn_metadata[NAMES[0]]
+        number = len(flat.seq_lens)
+        num_decodes = self._rng.randint(0, number)
+        starts = torch.arange(number + 1, dtype=torch.int32)
+        prefill = MLACommonPrefillMetadata(flat.block_table[num_decodes:], starts, max_query_len=1)
+        decode = MLACommonDecodeMetadata(
+            flat.block_table[:num_decodes], torch.tensor(flat.seq_lens), None
+        )
+        metadata: Any = MLACommonMetadata(
+            num_reqs=number,
+            max_query_len=1,
+            max_seq_len=flat.max_seq_len,
+            num_actual_tokens=number,
+            query_start_loc=starts,
+            slot_mapping=flat.slot_mapping,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_prefills=number - num_decodes,
+            prefill=prefill if num_decodes < number else None,
+            decode=decode if num_decodes else None,
+        )
+        context.attn_metadata = dict.fromkeys(NAMES, metadata)
+        return context
+
+
+@pytest.mark.parametrize("make", [on_host, on_device])
+@pytest.mark.parametrize("seed", range(3))
+def test_latent_attention_has_a_table_for_prefills_and_one_for_decodes(seed, make):
+    rng = random.Random(seed)
+    pages = np.array([rng.sample(range(100), NUM_BLOCKS) for _ in NAMES], dtype=np.int32)
+    translator = make(pages)
+    batch, kinds = LatentBatch(rng), set()
+    for number in range(60):
+        context = batch.step(shuffle=number % 3 == 0, padding=rng.randint(0, 3))
+        shared = context.attn_metadata[NAMES[0]]
+        columns = -(-shared.max_seq_len // BLOCK_TOKENS)
+        tables = {
+            part: getattr(shared, part).block_table.numpy()[:, :columns].copy()
+            for part in ("prefill", "decode")
+            if getattr(shared, part) is not None
+        }
+        slots = shared.slot_mapping.numpy().copy()
+        kinds.add(tuple(tables))
+        translator.translate(context, keeps_pages=number % 3 == 1)
+        for layer, name in enumerate(NAMES):
+            own = context.attn_metadata[name]
+            assert isinstance(own, type(shared)) and own.num_decodes == shared.num_decodes
+            for part in ("prefill", "decode"):
+                assert (getattr(own, part) is None) == (part not in tables)
+            for part, blocks in tables.items():
+                found = getattr(own, part)
+                assert np.array_equal(found.block_table.numpy(), pages[layer][blocks])
+                assert isinstance(found, type(getattr(shared, part)))
+            moved = pages[layer][slots // BLOCK_TOKENS] * BLOCK_TOKENS + slots % BLOCK_TOKENS
+            assert np.array_equal(own.slot_mapping.numpy(), moved)
+            assert np.array_equal(context.slot_mapping[name].numpy()[: len(slots)], moved)
+    assert len(kinds) == 3

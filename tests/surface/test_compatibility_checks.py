@@ -389,23 +389,7 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
     "hybrid_attention": ({"is_hybrid": True}, None, "org/model (attention mixed with Mamba"),
-    "multi_head_latent_attention": (
-        {"use_mla": True},
-        None,
-        "org/model (multi-head latent attention)",
-    ),
     "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
-    "windowed_attention": ({"window": 64}, None, "org/model (sliding-window attention)"),
-    "windowed_attention:2": (
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        None,
-        "org/model (sliding_attention in some layers)",
-    ),
-    "windowed_attention:3": (
-        {"layer_types": ["chunked_attention", "full_attention"]},
-        None,
-        "org/model (chunked_attention in some layers)",
-    ),
     "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
 }
 

@@ -14,20 +14,24 @@ from vllm_tiered.adapter.checks.folders import check_folders, least_file_bytes
 from vllm_tiered.adapter.kv import worker
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
-from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.kv.layout import KvGeometry, LayerStack
 from vllm_tiered.units import GIB, MIB
 
 NUM_LAYERS = 30
 TMPFS = Path("/dev/shm")
 
 
-def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1):
+def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1, kinds=None):
     """The parts of a VllmConfig that the checks read."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             distributed_executor_backend=executor, world_size=world_size, nnodes=1
         ),
-        model_config=SimpleNamespace(get_num_layers=lambda parallel: NUM_LAYERS),
+        model_config=SimpleNamespace(
+            get_num_layers=lambda parallel: NUM_LAYERS,
+            hf_text_config=SimpleNamespace(layer_types=kinds),
+            is_hybrid=False,
+        ),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=near_bytes),
     )
 
@@ -55,6 +59,9 @@ def test_the_workers_of_ray_may_have_folders_that_this_host_has_not(tmp_path):
 def test_an_expansion_out_of_reach_is_refused_before_the_model_is_loaded(tmp_path, near_bytes):
     with pytest.raises(ConfigError, match=r"kv\.expansion=11 .*30 layers .* at most 10"):
         check_folders(stored(tmp_path, expansion=11), engine(near_bytes))
+    # Its few layers of full attention may need one buffer only; that is known when it is built.
+    hybrid = ["sliding_attention", "full_attention"] * 15
+    check_folders(stored(tmp_path, expansion=11), engine(near_bytes, kinds=hybrid))
 
 
 @pytest.mark.parametrize("values", [{"expansion": 3}, {"max_expansion": 3}], ids=["fixed", "auto"])
@@ -79,7 +86,7 @@ def test_a_file_system_that_is_memory_is_measured_as_memory(monkeypatch):
 def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
     kv = KvConfig(tier="storage", path="/x", far_gib=far_gib, expansion=expansion)
     page_bytes, near_pages = 24 * 1024, 2730
-    num_far = folders.resolve_num_far(kv, NUM_LAYERS)
+    num_far = folders.resolve_num_far(kv, LayerStack(NUM_LAYERS))
     assert num_far
     geometry = KvGeometry(
         num_layers=NUM_LAYERS,
@@ -91,7 +98,7 @@ def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
     )
     region_bytes = (geometry.block_limit(0) + 1) * page_bytes
     real = (num_far - min(num_far, int(far_gib * GIB) // region_bytes)) * region_bytes
-    estimate = least_file_bytes(kv, NUM_LAYERS, near_pages * page_bytes, 1)
+    estimate = least_file_bytes(kv, LayerStack(NUM_LAYERS), near_pages * page_bytes, 1)
     # Far memory may hold two regions less, and a tenth less of its bytes.
     certain = 0.85 * real - 0.15 * far_gib * GIB - 2 * region_bytes
     assert certain <= estimate <= real

@@ -44,15 +44,20 @@ def test_layers_of_two_sizes():
 def test_plans_whose_pages_do_not_follow_one_another():
     def plan(block_stride, num_tensors=1):
         tensors = [SimpleNamespace(block_stride=block_stride)] * num_tensors
-        group = SimpleNamespace(kv_cache_spec=spec)
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
         return [SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=tensors)]
+
+    def obstacle(configs, own=None):
+        return obstacles.find_plan_obstacle(configs, [{"layers.0": own or spec}]) or ""
 
     spec = full_attention()
     page_bytes = spec.page_size_bytes
-    assert obstacles.find_plan_obstacle(plan(page_bytes)) is None
-    apart = obstacles.find_plan_obstacle(plan(4 * page_bytes)) or ""
+    assert not obstacle(plan(page_bytes))
+    apart = obstacle(plan(4 * page_bytes))
     assert f"pages of {page_bytes} bytes lie {4 * page_bytes} bytes apart" in apart
-    assert "in 2 allocations" in (obstacles.find_plan_obstacle(plan(page_bytes, 2)) or "")
+    assert "in 2 allocations" in obstacle(plan(page_bytes, 2))
+    smaller = full_attention(block_tokens=32)
+    assert "made the blocks of some layers larger" in obstacle(plan(page_bytes), own=smaller)
 
 
 def test_one_rank_that_cannot_is_enough():

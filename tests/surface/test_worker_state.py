@@ -22,7 +22,7 @@ from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.kv.far_tier import FarHomes
-from vllm_tiered.kv.layout import KvGeometry
+from vllm_tiered.kv.layout import KvGeometry, LayerStack
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.planner.pipeline_time import ExpectedStep
 from vllm_tiered.trial import Measured
@@ -61,6 +61,7 @@ def plan(num_far, **config):
         near_pages=240,
         num_blocks=geometry.block_limit(0) + 1,
         config=KvConfig(**config),
+        stack=LayerStack(NUM_LAYERS),
     )
 
 

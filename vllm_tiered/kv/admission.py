@@ -4,11 +4,13 @@
 The engine's block pool has as many blocks as the highest level holds. Blocks above the present
 limit are *reserved*: taken from the pool's free list, as if a request held them. They are
 *released* to the engine when requests end or more layers are offloaded. In offloaded layers a
-request's partial blocks stay near and cost pages in addition to its blocks. So blocks are reserved
-when a request begins:
+request's partial blocks stay near and cost pages in addition to its blocks, and so do blocks of
+resident groups. So blocks are reserved when a request begins, or gets blocks of resident groups:
 
     start         reserve_excess        reserve the blocks above the first level's limit
     begin         admit                 allocate, if the blocks to reserve are left over; charge
+    grow          grow                  the same for a running request; only in a model with
+                                        resident groups, whose blocks `elastic.resident` knows
     each step     end_requests          for requests that ended or were preempted: release blocks
                   elastic.progress      charge a request for one block once its prefill is over
                   change_level          reserve blocks above the limit; advance to the target level
@@ -19,13 +21,17 @@ vLLM's scheduler (``adapter/kv/scheduler.py``), the engine model of the tests an
 the benchmarks all run this code.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 
 Allocated = TypeVar("Allocated")
+
+LeftOver = Callable[[int], int]
+"""Takes the number of blocks of resident groups that an allocation needs, and returns the number of
+free blocks that it must leave over."""
 
 
 class FreeList(Protocol):
@@ -40,6 +46,9 @@ class FreeList(Protocol):
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Put taken blocks back into the list, in this order."""
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Evict the cached content of free blocks, which stay where they are in the list."""
 
 
 class StepLevel(NamedTuple):
@@ -89,6 +98,7 @@ class Admission:
         They are released from the lowest id up.
         """
         block_ids = sorted(self._pool.take(self._pool.num_free))
+        self.elastic.resident.drop(block_ids)
         limit = self.elastic.limit
         self._pool.release(block_ids[:limit])
         self.elastic.reserved = block_ids[limit:][::-1]  # released from the end
@@ -104,29 +114,45 @@ class Admission:
         self,
         request_id: str,
         prefill_tokens: int,
-        allocate: Callable[[int], Allocated | None],
+        allocate: Callable[[LeftOver], Allocated | None],
+        hits: Container[int] = (),
     ) -> Allocated | None:
         """Allocate the first blocks of a request if there are pages for its partial blocks too.
 
         Args:
             prefill_tokens: the request is charged for a prefill until this many are computed.
-            allocate: a function of a number of blocks. It allocates the request's blocks if that
-                many free blocks are left over, and returns None otherwise.
+            allocate: allocates the request's blocks if as many free blocks are left over as its
+                argument says, and returns None otherwise.
+            hits: blocks in the prefix cache that the request is going to hold.
 
         Returns:
-            The return value of ``allocate``. If None is returned, no state changes are made.
+            The return value of ``allocate``. If None is returned, only cached blocks of resident
+            groups were evicted.
         """
-        count = self.elastic.blocks_to_reserve(request_id)
-        allocated = allocate(count)
+        allocated = self._allocate(
+            allocate,
+            lambda new_resident: self.elastic.blocks_to_reserve(request_id, new_resident),
+            hits,
+        )
         if allocated is not None:
-            self._reserve(count)
             self.elastic.admit(request_id, prefill_tokens)
+            self.reserve_free_excess()
+        return allocated
+
+    def grow(self, allocate: Callable[[LeftOver], Allocated | None]) -> Allocated | None:
+        """Allocate more blocks of a running request if there are pages for them; see ``admit``."""
+        allocated = self._allocate(allocate, self.elastic.blocks_to_reserve_for_growth, ())
+        if allocated is not None and self.elastic.excess:
+            self.reserve_free_excess()
         return allocated
 
     def end_requests(self, request_ids: Iterable[str]) -> None:
         """Drop the charges of these requests, and release the blocks that this allows."""
+        has_ended = False
         for request_id in request_ids:
             self.elastic.end(request_id)
+            has_ended = True
+        self.elastic.resident.lower_charge(slack=not has_ended)
         self.release_blocks()
 
     def release_blocks(self) -> None:
@@ -155,7 +181,26 @@ class Admission:
         self.has_changes = False
         return changes
 
+    def _allocate(
+        self,
+        allocate: Callable[[LeftOver], Allocated | None],
+        left_over: LeftOver,
+        hits: Container[int],
+    ) -> Allocated | None:
+        """Allocate; if that fails, let cached blocks of resident groups give way step by step."""
+        resident = self.elastic.resident
+        while (allocated := allocate(left_over)) is None and resident.num_cached:
+            dropped = resident.drop_oldest(1 + resident.num_cached // 4, hits)
+            if not dropped:
+                return None
+            self._pool.evict(dropped)
+            resident.lower_charge(slack=False)
+            self.release_blocks()
+        return allocated
+
     def _reserve(self, count: int) -> None:
         if count:
-            self.elastic.reserved.extend(self._pool.take(count))
+            block_ids = self._pool.take(count)
+            self.elastic.reserved.extend(block_ids)
+            self.elastic.resident.drop(block_ids)
             self.has_changes = True

@@ -33,14 +33,14 @@ class Decision:
 class ControllerState:
     """State of the controller, opaque to callers, who pass it back to `step`.
 
-    ``holds`` is the length in blocks of the longest request that needs no higher level.
+    ``served_blocks`` is the length in blocks of a request for which the level was just chosen.
     """
 
     decision: Decision
-    holds: int
     window: Window
     window_steps: int
     history: History
+    served_blocks: int = 0
 
 
 def initial_state(levels: KvLevels, tuning: Tuning = DEFAULT_TUNING) -> ControllerState:
@@ -50,7 +50,6 @@ def initial_state(levels: KvLevels, tuning: Tuning = DEFAULT_TUNING) -> Controll
     )
     return ControllerState(
         decision=Decision(level_idx=0, reason="start"),
-        holds=held_blocks(levels)[0],
         window=NO_STEPS,
         window_steps=tuning.ramp_steps,
         history=history,
@@ -68,7 +67,8 @@ def step(
     Steps that ran at another level, or while the level was changing, are not counted.
     """
     decision = state.decision
-    if signals.needed_blocks > state.holds:
+    held = held_blocks(levels, signals.needed_resident)[decision.level_idx]
+    if signals.needed_blocks > max(held, state.served_blocks):
         return _serve(signals, state, levels, tuning)
     if not signals.is_settled or signals.level_idx != decision.level_idx:
         return decision, state
@@ -79,7 +79,7 @@ def step(
         return _decide(signals, window, state, levels, tuning)
     return decision, ControllerState(
         decision=decision,
-        holds=state.holds,
+        served_blocks=state.served_blocks,
         window=window,
         window_steps=state.window_steps,
         history=state.history,
@@ -90,17 +90,17 @@ def _serve(
     signals: Signals, state: ControllerState, levels: KvLevels, tuning: Tuning
 ) -> tuple[Decision, ControllerState]:
     """Move up to the next level that holds the longest request; if none does, to the largest."""
-    here, held = state.decision.level_idx, held_blocks(levels)
+    here, resident = state.decision.level_idx, signals.needed_resident
+    held = held_blocks(levels, resident)
     # A lower level may hold the one long request too if it offloads partial blocks, but it holds
     # fewer of the running requests. So only levels from the present one up are considered first.
     higher = (index for index in range(here, len(held)) if held[index] >= signals.needed_blocks)
-    level_idx = next(higher, lowest_level(levels, signals.needed_blocks))
+    level_idx = next(higher, lowest_level(levels, signals.needed_blocks, resident))
     history = replace(state.history, is_trial=False)
     move = Move(level_idx, f"a request needs {signals.needed_blocks} blocks", history)
     decision, state = _apply(move, here, levels, tuning, state.decision)
     # If no level holds the request, do not decide this again in every step.
-    holds = max(state.holds, signals.needed_blocks)
-    return decision, replace(state, holds=holds)
+    return decision, replace(state, served_blocks=signals.needed_blocks)
 
 
 def _decide(
@@ -141,7 +141,6 @@ def _apply(
         )
     return decision, ControllerState(
         decision=decision,
-        holds=held_blocks(levels)[decision.level_idx],
         window=NO_STEPS,
         window_steps=tuning.ramp_steps if history.is_ramping else tuning.window_steps,
         history=history,

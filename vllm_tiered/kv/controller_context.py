@@ -11,7 +11,7 @@ from functools import lru_cache
 from vllm_tiered.kv.history import Ceiling, History
 from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvLevels, Level
 from vllm_tiered.kv.tuning import Tuning
-from vllm_tiered.kv.windows import Signals, Window
+from vllm_tiered.kv.windows import Peak, Signals, Window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,10 @@ class ControllerContext:
 
         All of them hold the largest live request, if any level does.
         """
-        capacities = _capacities(self.levels, math.ceil(self.history.partial_share * 32) / 32)
-        held = held_blocks(self.levels)
-        lowest = lowest_level(self.levels, self.last.needed_blocks)
+        shares = (self.history.partial_share, self.history.resident_share)
+        capacities = _capacities(self.levels, *(math.ceil(share * 32) / 32 for share in shares))
+        held = held_blocks(self.levels, self.last.needed_resident)
+        lowest = lowest_level(self.levels, self.last.needed_blocks, self.last.needed_resident)
         needed = min(held[lowest], self.last.needed_blocks)
         choices = {index: blocks for index, blocks in capacities.items() if held[index] >= needed}
         # With many partial blocks, each level that holds the request may have fewer blocks than a
@@ -58,23 +59,28 @@ class ControllerContext:
     def link_use(self, level_idx: int, blocks: float) -> float:
         """Predict the ratio of read time to compute time; 0 if nothing is known."""
         geometry = self.levels.geometry(self.levels.ladder[level_idx])
-        staged = geometry.staged_blocks(blocks, blocks * self.history.partly_filled)
+        history = self.history
+        staged = geometry.staged_blocks(
+            blocks, blocks * history.partly_filled, blocks * history.resident_share
+        )
         pages = geometry.num_far * staged
-        return (self.history.unit_link or 0.0) * pages / self.window.compute_seconds
+        return (history.unit_link or 0.0) * pages / self.window.compute_seconds
 
     def fits_now(self, level_idx: int) -> bool:
         """Return whether the level holds the used blocks, so that no request is preempted."""
-        return self._fits(level_idx, self.last.used_blocks, self.last.num_partial)
+        last = self.last
+        return self._fits(level_idx, Peak(last.used_blocks, last.num_partial, last.num_resident))
 
     def fits_for_long(self, level_idx: int) -> bool:
         """Return whether the level holds the blocks used in every step since one was blocked."""
         peaks = self.history.quiet.peaks
-        return all(self._fits(level_idx, peak.used, peak.partial) for peak in peaks)
+        return all(self._fits(level_idx, peak) for peak in peaks)
 
-    def _fits(self, level_idx: int, used_blocks: int, num_partial: int) -> bool:
+    def _fits(self, level_idx: int, peak: Peak) -> bool:
         level = self.levels.ladder[level_idx]
-        limit = self.levels.block_limit(level, num_partial + PARTIAL_WHILE_PREFILLING)
-        return used_blocks <= limit * (1 - self.tuning.headroom)
+        num_partial = peak.partial + PARTIAL_WHILE_PREFILLING
+        limit = self.levels.block_limit(level, num_partial, peak.resident)
+        return peak.used <= limit * (1 - self.tuning.headroom)
 
     def higher(self) -> tuple[list[int], bool]:
         """Return the higher choices whose blocks requests would use and that the link can serve.
@@ -145,30 +151,41 @@ class ControllerContext:
 
 
 @lru_cache(maxsize=64)
-def held_blocks(levels: KvLevels) -> tuple[int, ...]:
-    """Return, for each level, the blocks of the longest request that can run alone."""
-    return tuple(levels.block_limit(level, PARTIAL_WHILE_PREFILLING) for level in levels.ladder)
+def held_blocks(levels: KvLevels, resident: int = 0) -> tuple[int, ...]:
+    """Return, for each level, the blocks of the longest request that can run alone.
+
+    Args:
+        resident: blocks of resident groups that it holds.
+    """
+    return tuple(
+        levels.block_limit(level, PARTIAL_WHILE_PREFILLING, resident) for level in levels.ladder
+    )
 
 
-def lowest_level(levels: KvLevels, needed_blocks: int) -> int:
-    """Return the lowest level that holds such a request, or else the level that holds most."""
-    held = held_blocks(levels)
+def lowest_level(levels: KvLevels, needed_blocks: int, resident: int = 0) -> int:
+    """Return the lowest level that holds such a request, or else the level that holds most.
+
+    Args:
+        resident: blocks of resident groups among the needed ones.
+    """
+    held = held_blocks(levels, resident)
     enough = (index for index, blocks in enumerate(held) if blocks >= needed_blocks)
     return next(enough, held.index(max(held)))
 
 
 @lru_cache(maxsize=256)
-def _capacities(levels: KvLevels, partial_share: float) -> dict[int, int]:
+def _capacities(levels: KvLevels, partial_share: float, resident_share: float) -> dict[int, int]:
     """Return the blocks of each level that has over 1 % more blocks than all lower levels.
 
-    The share ``partial_share`` of the blocks is partial.
+    The shares of the blocks are partial, and of resident groups.
     """
     capacities: dict[int, int] = {}
     best = -1.0
     for index, level in enumerate(levels.ladder):
 
         def is_too_many(blocks: int, level: Level = level) -> bool:
-            return levels.block_limit(level, math.ceil(partial_share * blocks)) < blocks
+            num_partial, resident = partial_share * blocks, resident_share * blocks
+            return levels.block_limit(level, math.ceil(num_partial), math.ceil(resident)) < blocks
 
         blocks = bisect_left(range(levels.max_blocks + 1), True, key=is_too_many) - 1
         if blocks > best * 1.01:

@@ -206,7 +206,9 @@ def _try_lower(context: ControllerContext) -> Move | None:
     if history.current.count < tuning.min_records:
         return None
     levels = context.levels
-    here = levels.block_limit(levels.ladder[context.level_idx], context.window.max_partial)
+    window = context.window
+    level = levels.ladder[context.level_idx]
+    here = levels.block_limit(level, window.max_partial, window.max_resident)
     choices, lower = context.choices(), context.lower()
     lower = [index for index in lower if choices[index] <= 0.93 * here] or lower[:1]
     if not lower or not context.fits_now(lower[-1]):

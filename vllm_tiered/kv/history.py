@@ -45,6 +45,7 @@ class History:
     unit_link: float | None = None  # link seconds per staged block of one offloaded layer
     partial_share: float = 0.0  # charged partial blocks per used block
     partly_filled: float = 0.0  # the most partial blocks that can exist, per used block
+    resident_share: float = 0.0  # blocks of resident groups per used block
     stalled_windows: int = 0
     quiet: Window = NO_STEPS  # the steps since the last blocked one
     patience: int = 0
@@ -78,7 +79,7 @@ def observe(
     geometry = levels.geometry(levels.ladder[level_idx])
     # Some of the charges are for a second partial block, which few requests have.
     partial = min(window.partial, window.running, window.used)
-    staged = geometry.staged_blocks(window.used, partial)
+    staged = geometry.staged_blocks(window.used, partial, window.resident)
     unit_link = history.unit_link
     if geometry.num_far and staged >= _MIN_STAGED * window.used > 0:
         unit_link = window.link_seconds / (geometry.num_far * staged)
@@ -104,6 +105,7 @@ def observe(
         unit_link=unit_link,
         partial_share=window.partial / window.used if window.used else history.partial_share,
         partly_filled=partial / window.used if window.used else history.partly_filled,
+        resident_share=window.resident / window.used if window.used else history.resident_share,
         stalled_windows=history.stalled_windows + 1 if stalls else 0,
         quiet=NO_STEPS if window.blocked_steps else history.quiet.merged(window),
         patience=patience,

@@ -18,6 +18,13 @@ layer a partial block is treated in one of two ways:
   T is 0 then. A step moves one page more per request and layer, but the budget holds more blocks:
   1.5 times as many with 4 blocks per request and 22 of 30 layers offloaded.
 
+**Groups.** A hybrid model has layers of several kinds, in groups that share the blocks: the first
+layers of all groups share pages, so do the second ones, and so on. A block belongs to one group at
+a time. Only the layers of full attention are offloaded. A sliding window, an attention chunk and a
+recurrent state are small, so those groups are *resident*. A block of a resident group costs a page
+per layer, resident or offloaded, as a resident partial block does. So "layers" means the layers of
+full attention here, and T counts blocks of resident groups too, at every level.
+
 For the same number of blocks, resident partial blocks with more offloaded layers move fewer pages.
 So an adaptive expansion offloads partial blocks only when it needs more blocks than the highest
 level with resident partial blocks holds.
@@ -30,38 +37,64 @@ from typing import NamedTuple
 STAGING_BUFFERS = 2
 """Two buffers, as the kernels read one while the next is filled (Pie, section 3.3)."""
 
+SPACED_STAGING_BUFFERS = 1
+"""One buffer, if other layers compute between any two that are offloaded, and hide the read."""
+
 PARTIAL_WHILE_PREFILLING = 2
 """A prefill chunk may fill one partial block and begin another in the same step."""
 
 
-def expansion_of(num_layers: int, num_far: int) -> float:
+def expansion_of(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> float:
     """Return the KV capacity relative to the same pages with every layer near.
 
-    Pie's ``n / (n - m)`` does not count the staging buffers. With them it is
+    Pie's ``n / (n - m)`` does not count the staging buffers. With two of them it is
     ``n / (n - m + min(2, m))``. Without layers it is 1.
     """
     if not num_layers:
         return 1.0
-    return num_layers / (num_layers - num_far + min(STAGING_BUFFERS, num_far))
+    return num_layers / (num_layers - num_far + min(staging_buffers, num_far))
 
 
-def max_num_far(num_layers: int) -> int:
-    """Return the most layers that may be offloaded: all but one.
+class LayerStack(NamedTuple):
+    """The layers with a KV cache that may be offloaded, and what lies between them.
 
-    The compute of a resident layer hides the first transfer of a step.
+    Attributes:
+        num_layers: layers of full attention (n).
+        staging_buffers: buffers that the offloaded layers need.
+        hides_first_read: other layers compute before the first of these layers.
     """
-    return num_layers - 1
 
+    num_layers: int
+    staging_buffers: int = STAGING_BUFFERS
+    hides_first_read: bool = False
 
-def num_far_for_expansion(num_layers: int, expansion: float) -> int | None:
-    """Return the fewest offloaded layers that give at least ``expansion``; None if none do.
+    @property
+    def max_num_far(self) -> int:
+        """The most layers that may be offloaded.
 
-    ``expansion == 1`` needs no offloaded layer: the KV cache is then vLLM's own.
-    """
-    for num_far in range(max_num_far(num_layers) + 1):
-        if expansion_of(num_layers, num_far) >= expansion:
-            return num_far
-    return None
+        Something must be computed while the first layer of a step is read: a resident layer, or the
+        other layers before it.
+        """
+        return self.num_layers if self.hides_first_read else max(0, self.num_layers - 1)
+
+    def expansion(self, num_far: int) -> float:
+        """Return the KV capacity relative to the same pages with every layer near."""
+        return expansion_of(self.num_layers, num_far, self.staging_buffers)
+
+    def max_num_far_within(self, expansion: float) -> int:
+        """Return the most offloaded layers that do not exceed ``expansion``."""
+        numbers = range(self.max_num_far + 1)
+        return max((m for m in numbers if self.expansion(m) <= expansion), default=0)
+
+    def num_far_for(self, expansion: float) -> int | None:
+        """Return the fewest offloaded layers that give at least ``expansion``; None if none do.
+
+        ``expansion == 1`` needs no offloaded layer: the KV cache is then vLLM's own.
+        """
+        for num_far in range(self.max_num_far + 1):
+            if self.expansion(num_far) >= expansion:
+                return num_far
+        return None
 
 
 class Level(NamedTuple):
@@ -81,8 +114,8 @@ class KvGeometry:
     """Sizes that follow from the model, the near budget and the level.
 
     Attributes:
-        num_layers: layers with a KV cache (n).
-        num_resident: layers whose pages never leave the near tier.
+        num_layers: layers that may have their KV cache offloaded (n).
+        num_resident: of these, layers whose pages never leave the near tier.
         num_staging_buffers: buffers that the near budget must hold for the offloaded layers.
         page_bytes: bytes of one block in one layer.
         block_tokens: tokens a block holds.
@@ -109,43 +142,58 @@ class KvGeometry:
         """Bytes of the near-tier pool."""
         return self.near_pages * self.page_bytes
 
-    def pages_needed(self, released_blocks: int, num_partial: int) -> int:
-        """Return the near pages that released blocks need, ``num_partial`` of them partial.
+    def pages_needed(self, released_blocks: int, num_partial: int, resident_blocks: int = 0) -> int:
+        """Return the near pages that released blocks need.
 
         The staging buffers need at least ``released_blocks`` pages, however many blocks are
         partial. With fewer pages a step that uses every block in one layer could not run.
+
+        Args:
+            num_partial: number of partial blocks among them.
+            resident_blocks: number of blocks of resident groups among them.
         """
-        num_partial *= self.partial_blocks_resident
-        staged = max(self.num_staging_buffers * (released_blocks - num_partial), released_blocks)
+        kept = self._kept(num_partial, resident_blocks)
+        staged = max(self.num_staging_buffers * (released_blocks - kept), released_blocks)
         return (
             self.num_resident * released_blocks
-            + self.num_far * num_partial
+            + self.num_far * kept
             + (staged if self.num_staging_buffers else 0)
         )
 
-    def block_limit(self, num_partial: int) -> int:
-        """Return the most blocks that fit if ``num_partial`` are partial (0 if none fit)."""
-        num_partial *= self.partial_blocks_resident
-        free = self.near_pages - self.num_far * num_partial
+    def block_limit(self, num_partial: int, resident_blocks: int = 0) -> int:
+        """Return the most blocks that fit (0 if none fit); the arguments are those of above."""
+        kept = self._kept(num_partial, resident_blocks)
+        free = self.near_pages - self.num_far * kept
         if not self.num_staging_buffers:
             return max(0, free // self.num_resident)
-        by_buffers = (free + self.num_staging_buffers * num_partial) // (
+        by_buffers = (free + self.num_staging_buffers * kept) // (
             self.num_resident + self.num_staging_buffers
         )
         by_one_layer = free // (self.num_resident + 1)
         return max(0, min(by_buffers, by_one_layer))
 
-    def staged_blocks(self, used_blocks: float, num_partial: float) -> float:
+    def staged_blocks(
+        self, used_blocks: float, num_partial: float, resident_blocks: float = 0.0
+    ) -> float:
         """Return how many of the used blocks a step reads in every offloaded layer."""
-        return used_blocks - num_partial * self.partial_blocks_resident
+        return used_blocks - num_partial * self.partial_blocks_resident - resident_blocks
 
     def far_bytes(self, num_blocks: int) -> int:
         """Return the far-tier bytes of ``num_blocks`` blocks, the null block included."""
         return self.num_far * num_blocks * self.page_bytes
 
-    def max_request_tokens(self, limit_blocks: int) -> int:
-        """Return the tokens of the longest request that runs alone in ``limit_blocks`` blocks."""
-        return min(limit_blocks, self.block_limit(PARTIAL_WHILE_PREFILLING)) * self.block_tokens
+    def max_request_tokens(self, limit_blocks: int, resident_blocks: int = 0) -> int:
+        """Return the tokens of the longest request that runs alone in ``limit_blocks`` blocks.
+
+        Args:
+            resident_blocks: the most blocks of resident groups that the request holds.
+        """
+        limit = min(limit_blocks, self.block_limit(PARTIAL_WHILE_PREFILLING, resident_blocks))
+        return max(0, limit - resident_blocks) * self.block_tokens
+
+    def _kept(self, num_partial: int, resident_blocks: int) -> int:
+        """Return the blocks that have near pages of their own in offloaded layers."""
+        return num_partial * self.partial_blocks_resident + resident_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +201,14 @@ class KvLevels:
     """Levels that an adaptive expansion may choose at run time, and their sizes.
 
     Attributes:
-        num_layers: layers with a KV cache (n).
+        num_layers: layers that may have their KV cache offloaded (n).
         page_bytes: bytes of one block in one layer.
-        block_tokens: tokens a block holds.
+        block_tokens: tokens a block of these layers holds.
         near_pages: pages of the near-tier pool (P).
         max_num_far: offloaded layers that ``max_expansion``, the far budget and the model allow.
         max_blocks: blocks of the engine's pool without the null block; no level has more.
         offloads_partial_blocks: some levels offload partial blocks too.
+        staging_buffers: buffers that several offloaded layers need.
     """
 
     num_layers: int
@@ -169,6 +218,7 @@ class KvLevels:
     max_num_far: int
     max_blocks: int
     offloads_partial_blocks: bool = False
+    staging_buffers: int = STAGING_BUFFERS
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -179,6 +229,10 @@ class KvLevels:
         lower level moves fewer pages.
         """
         return _ladder(self.max_num_far, self.offloads_partial_blocks)
+
+    def expansion(self, num_far: int) -> float:
+        """Return the KV capacity with `num_far` offloaded layers, relative to that with none."""
+        return expansion_of(self.num_layers, num_far, self.staging_buffers)
 
     def geometry(self, level: Level) -> KvGeometry:
         """Return the sizes at a level; at level 0 they are vLLM's own.
@@ -191,7 +245,7 @@ class KvLevels:
         return KvGeometry(
             num_layers=self.num_layers,
             num_resident=self.num_layers - num_far,
-            num_staging_buffers=min(STAGING_BUFFERS, num_far),
+            num_staging_buffers=min(self.staging_buffers, num_far),
             page_bytes=self.page_bytes,
             block_tokens=self.block_tokens,
             near_pages=self.near_pages - null_pages,
@@ -204,9 +258,10 @@ class KvLevels:
         levels = (self.geometry(Level(num_far)) for num_far in range(self.max_num_far + 1))
         return max(geometry.num_far / (geometry.num_resident + 1) for geometry in levels)
 
-    def block_limit(self, level: Level, num_partial: int) -> int:
-        """Return the most blocks at a level if ``num_partial`` of them are partial."""
-        return min(self.max_blocks, self.geometry(level).block_limit(num_partial))
+    def block_limit(self, level: Level, num_partial: int, resident_blocks: int = 0) -> int:
+        """Return the most blocks at a level with so many partial ones and of resident groups."""
+        limit = self.geometry(level).block_limit(num_partial, resident_blocks)
+        return min(self.max_blocks, limit)
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,8 @@ class NearPages:
 
     Attributes:
         released: blocks that the engine may use; each has a page in every resident layer.
-        partial: resident partial blocks; each also has a page in every offloaded layer.
+        partial: resident partial blocks and blocks of resident groups; each also has a page in
+            every offloaded layer.
         is_laid_out_as_vllm: block b of layer l is page ``l * (P / n) + b``, as in vLLM's own
             layout.
     """

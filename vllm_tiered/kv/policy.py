@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: the choice of offloaded layers and the order of their reads (Pie, section 3.3).
 
-A policy is a function of (number of layers, number of offloaded layers) that returns a
+A :class:`Policy` is a function of the number of layers and of offloaded layers that returns a
 :class:`SwapOrder`. ``POLICIES`` lists all policies by name.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from vllm_tiered.kv.layout import STAGING_BUFFERS
 
@@ -22,11 +22,13 @@ class SwapOrder:
         resident: layers whose pages stay near, ascending.
         offloaded: layers that are read into staging buffers, in the order of their use.
         prefetches: a layer is read ahead of its use; if False, when it is needed.
+        staging_buffers: buffers that several offloaded layers need.
     """
 
     resident: tuple[int, ...]
     offloaded: tuple[int, ...]
     prefetches: bool = True
+    staging_buffers: int = STAGING_BUFFERS
 
     @property
     def num_far(self) -> int:
@@ -36,7 +38,16 @@ class SwapOrder:
     @property
     def num_staging_buffers(self) -> int:
         """Staging buffers that the near budget must hold."""
-        return min(STAGING_BUFFERS, len(self.offloaded))
+        return min(self.staging_buffers, len(self.offloaded))
+
+
+class Policy(Protocol):
+    """Type of a policy."""
+
+    def __call__(
+        self, num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS
+    ) -> SwapOrder:
+        """Return the layers' roles with ``num_far`` of them offloaded."""
 
 
 def far_order(num_layers: int) -> list[int]:
@@ -50,7 +61,7 @@ def far_order(num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=lambda layer: -math.fmod(layer * _GOLDEN, 1.0))
 
 
-def interleave(num_layers: int, num_far: int) -> SwapOrder:
+def interleave(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> SwapOrder:
     """Offload ``num_far`` evenly spaced layers; the others never move.
 
     Each step reads exactly the offloaded layers, the fewest that any policy can.
@@ -59,18 +70,19 @@ def interleave(num_layers: int, num_far: int) -> SwapOrder:
     return SwapOrder(
         resident=tuple(sorted(set(range(num_layers)) - set(offloaded))),
         offloaded=tuple(offloaded),
+        staging_buffers=staging_buffers,
     )
 
 
-def on_demand(num_layers: int, num_far: int) -> SwapOrder:
+def on_demand(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> SwapOrder:
     """Offload the layers of ``interleave``, but read each when it is needed, as FlexGen does.
 
     It is a baseline that shows the gain of prefetching.
     """
-    return replace(interleave(num_layers, num_far), prefetches=False)
+    return replace(interleave(num_layers, num_far, staging_buffers), prefetches=False)
 
 
-POLICIES: dict[str, Callable[[int, int], SwapOrder]] = {
+POLICIES: dict[str, Policy] = {
     "interleave": interleave,
     "on_demand": on_demand,
 }

@@ -67,9 +67,12 @@ class StepPlan:
             written out again.
         store_new: blocks that this step writes first; it also fills them, unless partial blocks
             are offloaded.
-        alloc_partial: blocks that this step writes first and leaves partial.
+        alloc_partial: blocks that this step writes first and leaves partial; and blocks of resident
+            groups that it begins to use, which are near in the offloaded layers as those are.
         store_partial: resident partial blocks that this step fills.
-        free_partial: resident partial blocks whose requests ended or were preempted.
+        free_partial: resident partial blocks whose requests ended or were preempted, and blocks of
+            resident groups that nothing uses any more. A block may be freed and allocated in one
+            step, in this order.
         evict_partial: resident partial blocks to write to the far tier before this step.
         released: blocks that the engine may use from this step on.
         reserved: blocks that the engine may not use from this step on.

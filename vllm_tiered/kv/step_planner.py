@@ -103,11 +103,15 @@ class StepPlanner:
         num_far: int | None = None,
         num_far_next: int | None = None,
         partial_blocks_resident: bool = True,
+        new_resident: Sequence[int] = (),
+        lost_resident: Sequence[int] = (),
     ) -> StepPlan:
         """Plan one step, and drop the ``ended`` (finished or preempted) requests.
 
         Args:
             partial_blocks_resident: partial blocks stay near in offloaded layers.
+            new_resident: blocks of resident groups that need near pages.
+            lost_resident: blocks of resident groups that do not need them any more.
 
         Raises:
             IntegrityError: a request continues in a block that is neither new nor its partial one.
@@ -137,9 +141,9 @@ class StepPlanner:
             load=load,
             load_and_store=load_and_store,
             store_new=store_new,
-            alloc_partial=_block_ids(written.alloc_partial),
+            alloc_partial=_block_ids([*written.alloc_partial, *new_resident]),
             store_partial=store_partial,
-            free_partial=_block_ids(freed),
+            free_partial=_block_ids([*freed, *lost_resident]),
             evict_partial=_block_ids(evicted),
             released=_block_ids(released),
             reserved=_block_ids(reserved),
@@ -154,11 +158,14 @@ class StepPlanner:
         num_far: int | None = None,
         num_far_next: int | None = None,
         partial_blocks_resident: bool = True,
+        new_resident: Sequence[int] = (),
+        lost_resident: Sequence[int] = (),
     ) -> StepPlan | None:
         """Plan a step in which each request of the previous step computes one token more.
 
         Args:
             changed: the requests that are ``due``, and those that got blocks.
+            new_resident, lost_resident: as for ``plan``.
 
         Returns:
             The plan; None if the level has changed, so that ``plan`` must look at all requests. If
@@ -180,15 +187,16 @@ class StepPlanner:
         written = _WrittenBlocks()
         for part in changed:
             self._classify(part, self._track(part, []), written)
-        if not changed:
+        if not (changed or new_resident or lost_resident):
             if num_far_next is None:
                 return steady  # the same arrays, so that the receiver need not compare
             return replace(steady, num_far_next=num_far_next)
         return replace(
             steady,
             store_new=_joined(written.store_new),
-            alloc_partial=_block_ids(written.alloc_partial),
+            alloc_partial=_block_ids([*written.alloc_partial, *new_resident]),
             store_partial=_block_ids(written.store_partial),
+            free_partial=_block_ids(lost_resident),
             num_far_next=num_far_next,
         )
 

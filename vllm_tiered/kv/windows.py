@@ -31,6 +31,8 @@ class Signals:
         num_partial: partial blocks that running requests are charged for.
         needed_blocks: blocks that the largest live request will need at its end, plus the blocks
             that no request can be made to give back.
+        num_resident: blocks of resident groups that requests hold.
+        needed_resident: of the needed blocks, those of resident groups.
     """
 
     level_idx: int
@@ -46,13 +48,16 @@ class Signals:
     used_blocks: int
     num_partial: int
     needed_blocks: int
+    num_resident: int = 0
+    needed_resident: int = 0
 
 
 class Peak(NamedTuple):
-    """Used blocks and charged partial blocks of one step."""
+    """Used blocks of one step, its charged partial blocks, and its blocks of resident groups."""
 
     used: int
     partial: int
+    resident: int = 0
 
 
 class Window(NamedTuple):
@@ -61,7 +66,7 @@ class Window(NamedTuple):
     It is a tuple because one is made in every step.
 
     Attributes:
-        peaks: the peaks of the steps that no other step exceeds in both numbers. A request has two
+        peaks: the peaks of the steps that no other step exceeds in all numbers. A request has two
             partial blocks and few blocks when it begins, and one partial block and many blocks
             later. So the maximum of each number taken alone would be more than was ever needed.
     """
@@ -77,6 +82,7 @@ class Window(NamedTuple):
     running: int = 0
     used: int = 0
     partial: int = 0
+    resident: int = 0
     compute_rate: float = 0.0  # sum of 1 / seconds without stall
     peaks: tuple[Peak, ...] = ()
 
@@ -96,8 +102,9 @@ class Window(NamedTuple):
             self.running + signals.num_running,
             self.used + used,
             self.partial + partial,
+            self.resident + signals.num_resident,
             self.compute_rate + 1.0 / (seconds - stall if stall < seconds else seconds),
-            _with_peak(self.peaks, Peak(used, partial)),
+            _with_peak(self.peaks, Peak(used, partial, signals.num_resident)),
         )
 
     def merged(self, other: "Window") -> "Window":
@@ -112,6 +119,11 @@ class Window(NamedTuple):
     def max_partial(self) -> int:
         """The most partial blocks charged in any step."""
         return max((peak.partial for peak in self.peaks), default=0)
+
+    @property
+    def max_resident(self) -> int:
+        """The most blocks of resident groups held in any step."""
+        return max((peak.resident for peak in self.peaks), default=0)
 
     @property
     def compute_seconds(self) -> float:
@@ -190,11 +202,17 @@ class Record:
 
 
 def _with_peak(peaks: tuple[Peak, ...], one: Peak) -> tuple[Peak, ...]:
-    used, partial = one
-    for peak in peaks:
-        if used <= peak.used and partial <= peak.partial:
-            return peaks
-    return (*(peak for peak in peaks if peak.used > used or peak.partial > partial), one)
+    if any(_exceeds_nowhere(one, peak) for peak in peaks):
+        return peaks
+    return (*(peak for peak in peaks if not _exceeds_nowhere(peak, one)), one)
+
+
+def _exceeds_nowhere(peak: Peak, other: Peak) -> bool:
+    return (
+        peak.used <= other.used
+        and peak.partial <= other.partial
+        and peak.resident <= other.resident
+    )
 
 
 def _load(sample: Window) -> tuple[float, float]:

@@ -31,11 +31,15 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         blocks = [self.free.popleft() for _ in range(count)]
+        self.evict(blocks)
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def evict(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             if block in self.prefix_of:
                 self._cached[self.prefix_of.pop(block)].remove(block)
-            self.references[block] = 1
-        return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -31,6 +31,8 @@ class Setup:
         adaptive: start without far layers, and have up to ``num_far`` of them while requests run.
         offloads_partial_blocks: partial blocks do not stay near; if adaptive, only at the higher
             levels.
+        window_tokens: tokens that the layers of a second group see; 0 without such a group.
+        staging_buffers: buffers that several offloaded layers need.
     """
 
     num_layers: int = 4
@@ -44,6 +46,22 @@ class Setup:
     defer_frees: bool = False
     adaptive: bool = False
     offloads_partial_blocks: bool = False
+    window_tokens: int = 0
+    staging_buffers: int = 2
+
+    @property
+    def window_blocks(self) -> int:
+        """The most blocks that a request holds for its window."""
+        if not self.window_tokens:
+            return 0
+        num_tokens = self.window_tokens - 1 + LONGEST_CHUNK * (1 + self.ahead)
+        return -(-num_tokens // self.block_tokens) + 1
+
+    @property
+    def sure_pages(self) -> tuple[int, int, int]:
+        """Blocks, partial blocks and window blocks that one request can always have."""
+        window = self.window_blocks
+        return self.sure_blocks + window, PARTIAL_WHILE_PREFILLING, window
 
     @property
     def levels(self) -> KvLevels | None:
@@ -60,10 +78,10 @@ class Setup:
             near_pages=0,
             max_blocks=0,
             offloads_partial_blocks=self.offloads_partial_blocks,
+            staging_buffers=self.staging_buffers,
         )
         fewest = max(
-            boundless.geometry(level).pages_needed(self.sure_blocks, PARTIAL_WHILE_PREFILLING)
-            for level in boundless.ladder
+            boundless.geometry(level).pages_needed(*self.sure_pages) for level in boundless.ladder
         )
         rows = 1 + -(-(fewest + self.spare_pages) // self.num_layers)
         near_pages = rows * self.num_layers
@@ -73,7 +91,8 @@ class Setup:
 
     @property
     def order(self) -> SwapOrder:
-        return POLICIES[self.policy](self.num_layers, 0 if self.adaptive else self.num_far)
+        num_far = 0 if self.adaptive else self.num_far
+        return POLICIES[self.policy](self.num_layers, num_far, self.staging_buffers)
 
     @property
     def geometry(self) -> KvGeometry:
@@ -90,14 +109,18 @@ class Setup:
         boundless = KvGeometry(
             **sizes, near_pages=0, partial_blocks_resident=not self.offloads_partial_blocks
         )
-        fewest = boundless.pages_needed(self.sure_blocks, PARTIAL_WHILE_PREFILLING)
+        fewest = boundless.pages_needed(*self.sure_pages)
         return replace(boundless, near_pages=fewest + self.spare_pages)
 
     @property
     def usable_blocks(self) -> int:
         if self.levels:
             return self.levels.max_blocks
-        return max(self.sure_blocks, self.geometry.block_limit(0) - self.unused_blocks)
+        return max(self.sure_pages[0], self.geometry.block_limit(0) - self.unused_blocks)
+
+
+LONGEST_CHUNK = 8
+"""The most tokens of a request in one step."""
 
 
 class Driver:
@@ -113,7 +136,8 @@ class Driver:
             worker["offloadable_layers"] = far_order(levels.num_layers)[: levels.max_num_far]
             worker["released"] = levels.block_limit(Level(0), 0)
             worker["orders"] = [
-                interleave(levels.num_layers, num_far) for num_far in range(levels.max_num_far + 1)
+                interleave(levels.num_layers, num_far, setup.staging_buffers)
+                for num_far in range(levels.max_num_far + 1)
             ]
         self.engine = EngineModel(
             geometry=setup.geometry,
@@ -121,7 +145,11 @@ class Driver:
             ahead=setup.ahead,
             defer_frees=setup.defer_frees and setup.ahead,
             levels=levels,
+            window_tokens=setup.window_tokens,
+            window_blocks=setup.window_blocks,
         )
+        if setup.window_tokens:
+            worker["window_tokens"] = setup.window_tokens
         self.worker = WorkerModel(
             geometry=setup.geometry,
             near_pages=near_pages,
@@ -215,12 +243,14 @@ class Driver:
             self.run_oldest()
         elastic = self.engine.elastic
         assert not elastic.num_partial
+        self.engine.admission.end_requests(())  # as the next request does when it comes
         assert elastic.released_blocks == elastic.limit == len(self.engine.pool.free)
-        assert self.setup.adaptive or elastic.reserved == []
+        assert self.setup.adaptive or elastic.resident.num_cached or elastic.reserved == []
 
     def close(self) -> None:
         self.worker.close()
-        self.worker.check_far(sorted(self.engine.pool.prefix_of))
+        cached = self.engine.pool.prefix_of.keys()
+        self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids))
 
 
 def run_schedule(

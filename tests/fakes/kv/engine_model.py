@@ -3,9 +3,11 @@
 
 Blocks come from a free queue, and full blocks stay in a prefix cache after they are freed. Requests
 share blocks, are prefilled in chunks, preempted, resumed and aborted. Admission is the product's
-own code (``vllm_tiered/kv/admission.py``). With ``ahead`` the next step is scheduled before the
-last one has run, as under vLLM's async scheduling. Then ``defer_frees`` keeps a request's blocks
-until the steps that still write them have run, as vLLM does for connectors.
+own code (``vllm_tiered/kv/admission.py``). With ``window_tokens`` there is a second group of
+layers, whose blocks are freed once a sliding window has passed them. With ``ahead`` the next step
+is scheduled before the last one has run, as under vLLM's async scheduling. Then ``defer_frees``
+keeps a request's blocks until the steps that still write them have run, as vLLM does for
+connectors.
 """
 
 from collections import deque
@@ -13,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tests.fakes.kv.block_pool_model import BlockPool
 from tests.fakes.kv.request_model import Part, Request, Status, Step
-from vllm_tiered.kv.admission import Admission
+from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
@@ -33,10 +35,13 @@ class EngineModel:
         ahead: bool = False,
         defer_frees: bool = False,
         levels: KvLevels | None = None,
+        window_tokens: int = 0,
+        window_blocks: int = 0,
     ) -> None:
+        self.window_tokens = window_tokens
         self.usable_blocks = usable_blocks
         self.block_tokens = geometry.block_tokens
-        self.max_tokens = geometry.max_request_tokens(usable_blocks)
+        self.max_tokens = geometry.max_request_tokens(usable_blocks, window_blocks)
         self.max_running = max_running
         self.ahead = ahead
         self.pool = BlockPool(usable_blocks + 1)
@@ -55,9 +60,11 @@ class EngineModel:
         self.expansion: Expansion | None = None
         if levels:
             self.expansion = Expansion(levels, self.elastic, levels.ladder[0])
-            self.max_tokens = self.block_tokens * min(
-                levels.block_limit(level, PARTIAL_WHILE_PREFILLING) for level in levels.ladder
-            )
+            limits = [
+                levels.block_limit(level, PARTIAL_WHILE_PREFILLING, window_blocks)
+                for level in levels.ladder
+            ]
+            self.max_tokens = self.block_tokens * (min(limits) - window_blocks)
         self.admission = Admission(self.elastic, self.pool, self.expansion)
         self.admission.start()
         self._scheduled_steps = self._updated_steps = 0
@@ -91,9 +98,11 @@ class EngineModel:
         """Process a step that has run: deliver tokens, finish requests, free deferred blocks."""
         self._updated_steps = step.number
         while self._deferred and self._deferred[0][0] <= self._updated_steps:
-            self.pool.release(self._deferred.pop(0)[1])
+            self._release(self._deferred.pop(0)[1])
         for part in step.parts:
             request = part.request
+            if part.preemptions == request.preemptions:
+                request.processed = part.end_tokens
             if request.status is Status.FINISHED or not part.samples:
                 continue
             if step.number <= request.drop_until:
@@ -119,7 +128,7 @@ class EngineModel:
             room = self.max_tokens - request.computed - 1
             if (num_tokens := min(chunk(), request.remaining, room)) <= 0:
                 continue
-            new_blocks = self._allocate(request, request.computed + num_tokens)
+            new_blocks = self._grow(request, request.computed + num_tokens)
             while new_blocks is None:
                 victim = self.running[-1]
                 if not self._can_free(victim):
@@ -129,7 +138,7 @@ class EngineModel:
                 preempted.append(victim)
                 if victim is request:
                     return parts
-                new_blocks = self._allocate(request, request.computed + num_tokens)
+                new_blocks = self._grow(request, request.computed + num_tokens)
             parts.append(self._part(request, new_blocks, num_tokens, restarts=False))
         return parts
 
@@ -156,10 +165,15 @@ class EngineModel:
         blocks = self.admission.admit(
             request.request_id,
             max(request.num_prompt, request.known - 1),
-            lambda count: self._allocate(request, end_tokens, hits=hits, reserved_blocks=count),
+            lambda left_over: self._allocate(request, end_tokens, left_over, hits=hits),
+            {*hits, *(block or 0 for block in self._window_hits(request, len(hits)))},
         )
         self.elastic.check_integrity()
         return blocks is not None
+
+    def _grow(self, request: Request, end_tokens: int) -> list[int] | None:
+        """Allocate a running request's blocks, as ``TieredScheduler`` does."""
+        return self.admission.grow(lambda left_over: self._allocate(request, end_tokens, left_over))
 
     def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
         """Plan as ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
@@ -171,12 +185,16 @@ class EngineModel:
             if not part.scheduled.restarts:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
         level = self.admission.change_level()
+        self.elastic.check_integrity()
+        new_resident, lost_resident = self.elastic.resident.take_changes()
         released, reserved = self.admission.take_changes()
         return self.planner.plan(
             [part.scheduled for part in parts],
             ended,
             released=released,
             reserved=reserved,
+            new_resident=new_resident,
+            lost_resident=lost_resident,
             **level._asdict(),
         )
 
@@ -187,6 +205,7 @@ class EngineModel:
             request=request,
             tokens=request.tokens,
             blocks=tuple(request.blocks),
+            window_blocks=tuple(request.window_blocks),
             scheduled=ScheduledRequest(
                 request_id=request.request_id,
                 new_block_ids=tuple(new_blocks),
@@ -201,35 +220,82 @@ class EngineModel:
     # Blocks -----------------------------------------------------------------------------
 
     def _hits(self, request: Request) -> list[int]:
+        """Return the longest prefix in the cache, with the window at its end."""
         hits: list[int] = []
         for end in range(self.block_tokens, request.known, self.block_tokens):
             if (block := self.pool.hit(tuple(request.tokens[:end]))) is None:
                 break
             hits.append(block)
+        while None in self._window_hits(request, len(hits)):
+            hits.pop()
         return hits
+
+    def _window_hits(self, request: Request, num_hits: int) -> list[int | None]:
+        """Return the window's blocks at a prefix's end, 0 for those it has passed."""
+        passed = self._num_passed(num_hits * self.block_tokens)
+        if not self.window_tokens:
+            return []
+        ends = ((index + 1) * self.block_tokens for index in range(passed, num_hits))
+        return [0] * passed + [self.pool.hit((-1, *request.tokens[:end])) for end in ends]
+
+    def _num_passed(self, num_computed: int) -> int:
+        """Return the blocks that no token from this one on sees in its window."""
+        return max(0, num_computed - self.window_tokens + 1) // self.block_tokens
 
     def _allocate(
         self,
         request: Request,
         end_tokens: int,
+        left_over: LeftOver,
         *,
         hits: Sequence[int] = (),
-        reserved_blocks: int = 0,
     ) -> list[int] | None:
         """Allocate blocks up to ``end_tokens`` as vLLM's ``allocate_slots`` does.
 
-        If None is returned, no state changes are made.
+        If None is returned, only blocks that a window has passed were freed.
         """
+        self._free_passed(request)
         needed = -(-end_tokens // self.block_tokens)
+        window_hits = self._window_hits(request, len(hits)) if hits else []
+        window = [block for block in window_hits if block]
         count = max(0, needed - len(request.blocks) - len(hits))
+        window_count = 0
+        if self.window_tokens:
+            window_count = max(0, needed - len(request.window_blocks) - len(window_hits))
         freed_hits = sum(not self.pool.references[block] for block in hits)
-        if count + freed_hits + reserved_blocks > len(self.pool.free):
+        freed_window = sum(not self.pool.references[block] for block in window)
+        left = left_over(window_count + freed_window)
+        if count + window_count + freed_hits + freed_window + left > len(self.pool.free):
             return None
-        self.pool.touch(hits)
-        new_blocks = self.pool.take(count)
+        self.pool.touch([*hits, *window])
+        self.elastic.resident.hold(window)
+        new_blocks, new_window = self.pool.take(count), self.pool.take(window_count)
+        self.elastic.resident.drop([*new_blocks, *new_window])
+        self.elastic.resident.hold(new_window)
         request.blocks += [*hits, *new_blocks]
+        request.window_blocks += [*(block or 0 for block in window_hits), *new_window]
         self._cache_full_blocks(request, end_tokens)
         return new_blocks
+
+    def _free_passed(self, request: Request) -> None:
+        """Free the blocks that the window of all tokens to come has passed."""
+        if not self.window_tokens:
+            return
+        passed = min(self._num_passed(request.processed), len(request.window_blocks))
+        freed = [block for block in request.window_blocks[:passed] if block]
+        request.window_blocks[:passed] = [0] * passed
+        self._release(freed[::-1])
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        """Release blocks, and track what becomes of a window's."""
+        self.pool.release(blocks)
+        resident = self.elastic.resident
+        for block in blocks:
+            if block in resident and not self.pool.references[block]:
+                if block in self.pool.prefix_of:
+                    resident.cache(block)
+                else:
+                    resident.drop([block])
 
     def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Cache full blocks when they are scheduled, so that others may hit them in the same step.
@@ -239,21 +305,24 @@ class EngineModel:
         for index in range(min(num_tokens, request.known) // self.block_tokens):
             end = (index + 1) * self.block_tokens
             self.pool.cache(request.blocks[index], tuple(request.tokens[:end]))
+            if self.window_tokens and request.window_blocks[index]:
+                self.pool.cache(request.window_blocks[index], (-1, *request.tokens[:end]))
 
     def _can_free(self, request: Request) -> bool:
         return not self._defer_frees or request.last_step <= self._updated_steps
 
     def _free(self, request: Request) -> None:
         blocks = request.blocks[::-1]
-        request.blocks = []
+        blocks += [block for block in request.window_blocks[::-1] if block]
+        request.blocks, request.window_blocks = [], []
         if self._can_free(request):
-            self.pool.release(blocks)
+            self._release(blocks)
         else:
             self._deferred.append((self._scheduled_steps, blocks))
 
     def _preempt(self, request: Request) -> None:
         self._free(request)
-        request.computed = request.placeholders = 0
+        request.computed = request.placeholders = request.processed = 0
         request.preemptions += 1
         request.status = Status.WAITING
         self.waiting.appendleft(request)
@@ -288,9 +357,11 @@ class EngineModel:
     def check_integrity(self) -> None:
         """Check that every usable block is free, held by a request, reserved or deferred."""
         self.elastic.check_integrity()
+        window = [block for r in self.running for block in r.window_blocks if block]
         held = [
             block for queue in (self.running, self.holding) for r in queue for block in r.blocks
         ]
+        held += window
         held += [block for _, blocks in self._deferred for block in blocks]
         held += self.elastic.reserved
         assert self.elastic.released_blocks + len(self.elastic.reserved) == self.usable_blocks
@@ -298,7 +369,7 @@ class EngineModel:
             assert self.pool.references[block] == held.count(block)
         free = sorted(self.pool.free)
         assert free == [b for b in range(1, self.usable_blocks + 1) if b not in held]
-        released, partial = self.elastic.released_blocks, self.elastic.num_partial
-        geometry = self.elastic.geometry
-        assert geometry.pages_needed(released, partial) <= geometry.near_pages
+        resident = self.elastic.resident
+        assert all(block in resident for block in window)
+        assert resident.num_charged >= resident.num_held >= len(set(window))
         assert not any(request.blocks for request in self.waiting)

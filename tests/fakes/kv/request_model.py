@@ -42,6 +42,8 @@ class Request:
     drop_until: int = 0  # samples of steps up to this one are dropped
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)  # 0 where the window has passed
+    processed: int = 0  # tokens of steps that have run
 
     def __post_init__(self) -> None:
         self.known = self.num_prompt
@@ -58,6 +60,7 @@ class Part:
     request: Request
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
+    window_blocks: tuple[int, ...]
     scheduled: ScheduledRequest
     samples: bool
     preemptions: int

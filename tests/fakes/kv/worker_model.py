@@ -94,6 +94,7 @@ class WorkerModel:
 
     Args:
         poison_freed: overwrite free pages after each step; not possible with deferred compute.
+        window_tokens: tokens that the layers of a second group see; 0 without such a group.
         check_bytes: also check the bytes that each step copies; not possible if the level changes,
             as moving layers copies more.
     """
@@ -111,6 +112,7 @@ class WorkerModel:
         released: int | None = None,
         poison_freed: bool = True,
         check_bytes: bool = True,
+        window_tokens: int = 0,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -130,6 +132,7 @@ class WorkerModel:
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
+        self._window_tokens = window_tokens
         self.num_kept = 0  # steps that reused the buffers of the previous step
         self.layouts: list[bool] = []  # for each step, whether the pages were in vLLM's layout
         self._next_value = 1
@@ -153,6 +156,8 @@ class WorkerModel:
         pages = self.swapper.table.pages.astype(np.int64)
         if step.parts:
             for layer in range(self._geometry.num_layers):
+                if self._window_tokens:  # it waits for nothing, as its pages are near
+                    self._submit(self._kernel(layer, pages[layer], step.parts, window=True))
                 self.swapper.wait_layer(layer)
                 self.swapper.wait_layer(layer)  # a second wait: before the update, before attention
                 self._submit(self._kernel(layer, pages[layer], step.parts))
@@ -196,10 +201,15 @@ class WorkerModel:
             kernel()
 
     def _kernel(
-        self, layer: int, pages: "np.ndarray[tuple[int], np.dtype[np.int64]]", parts: Sequence[Part]
+        self,
+        layer: int,
+        pages: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+        parts: Sequence[Part],
+        *,
+        window: bool = False,
     ) -> Callable[[], None]:
-        written = self._slots(parts, new_only=True)
-        looked_at = self._slots(parts, new_only=False)
+        written = self._slots(parts, new_only=True, window=window)
+        looked_at = self._slots(parts, new_only=False, window=window)
         values = np.arange(self._next_value, self._next_value + len(written[0]))
         self._next_value += len(values)
 
@@ -220,22 +230,28 @@ class WorkerModel:
 
         return kernel
 
-    def _slots(self, parts: Sequence[Part], *, new_only: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _slots(
+        self, parts: Sequence[Part], *, new_only: bool, window: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return block ids and slots of the step's tokens, with or without earlier tokens."""
         block_ids, slots = [], []
         for part in parts:
-            first = part.scheduled.computed_tokens if new_only else 0
-            positions = np.arange(first, part.end_tokens)
-            block_ids.append(np.array(part.blocks)[positions // self._geometry.block_tokens])
+            computed = part.scheduled.computed_tokens
+            seen_from = max(0, computed - self._window_tokens + 1) if window else 0
+            positions = np.arange(computed if new_only else seen_from, part.end_tokens)
+            blocks = np.array(part.window_blocks if window else part.blocks)
+            block_ids.append(blocks[positions // self._geometry.block_tokens])
             slots.append(positions % self._geometry.block_tokens)
         return np.concatenate(block_ids), np.concatenate(slots)
 
     def _follow_prefixes(self, parts: Sequence[Part]) -> None:
         """Check the engine model: a request's blocks hold that request's tokens."""
         hashes = {id(part): self._prefix_hashes(part) for part in parts}
-        for new_only in (True, False):
+        for new_only, window in ((True, False), (True, True), (False, False), (False, True)):
+            if window and not self._window_tokens:
+                continue
             for part in parts:
-                block_ids, slots = self._slots([part], new_only=new_only)
+                block_ids, slots = self._slots([part], new_only=new_only, window=window)
                 own = hashes[id(part)][part.end_tokens - len(slots) :]
                 if new_only:
                     self.prefixes[block_ids, slots] = own

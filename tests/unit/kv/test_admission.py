@@ -36,7 +36,7 @@ def fixed(pool):
 
 def allocate(pool, count):
     """Return an engine's allocation, which gives None if too few blocks would be left over."""
-    return lambda num_reserved: pool.take(count) if count + num_reserved <= pool.num_free else None
+    return lambda left_over: pool.take(count) if count + left_over(0) <= pool.num_free else None
 
 
 def test_a_request_is_admitted_if_its_blocks_and_its_partial_blocks_fit(fixed, pool):

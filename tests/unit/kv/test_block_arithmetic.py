@@ -9,9 +9,8 @@ from vllm_tiered.kv.layout import (
     PARTIAL_WHILE_PREFILLING,
     STAGING_BUFFERS,
     KvGeometry,
+    LayerStack,
     expansion_of,
-    max_num_far,
-    num_far_for_expansion,
 )
 from vllm_tiered.kv.policy import POLICIES
 
@@ -92,19 +91,19 @@ def test_expansion_of(num_layers, num_far, expansion):
 def test_far_layers_for_expansion_are_the_fewest(num_layers, expansion):
     reaching = [
         num_far
-        for num_far in range(max_num_far(num_layers) + 1)
+        for num_far in range(LayerStack(num_layers).max_num_far + 1)
         if expansion_of(num_layers, num_far) >= expansion
     ]
-    assert num_far_for_expansion(num_layers, expansion) == min(reaching, default=None)
+    assert LayerStack(num_layers).num_far_for(expansion) == min(reaching, default=None)
 
 
 def test_far_layers_for_expansion_none_and_zero():
-    assert num_far_for_expansion(30, 1.0) == 0
-    assert num_far_for_expansion(1, 1.0) == 0
-    assert num_far_for_expansion(30, 2.0) == 17
-    assert num_far_for_expansion(30, 10.0) == 29
-    assert num_far_for_expansion(30, 10.01) is None
-    assert num_far_for_expansion(3, 1.1) is None
+    assert LayerStack(30).num_far_for(1.0) == 0
+    assert LayerStack(1).num_far_for(1.0) == 0
+    assert LayerStack(30).num_far_for(2.0) == 17
+    assert LayerStack(30).num_far_for(10.0) == 29
+    assert LayerStack(30).num_far_for(10.01) is None
+    assert LayerStack(3).num_far_for(1.1) is None
 
 
 def test_bytes_and_longest_request():

@@ -94,7 +94,8 @@ def test_fewer_blocks_than_the_limit_are_not_reserved():
 def test_check_integrity_finds_too_many_blocks(elastic):
     elastic.admit("a", prefill_tokens=4)
     with pytest.raises(
-        IntegrityError, match="10 released blocks and 2 partial blocks need 34 of 30"
+        IntegrityError,
+        match=r"10 released blocks, 2 partial blocks and 0 of .* need 34 of 30",
     ):
         elastic.check_integrity()
 

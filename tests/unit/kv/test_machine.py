@@ -33,6 +33,8 @@ def setups(draw):
         defer_frees=draw(st.booleans()),
         adaptive=adaptive,
         offloads_partial_blocks=draw(st.booleans()),
+        window_tokens=draw(st.sampled_from((0, 0, 1, 3, 8))),
+        staging_buffers=draw(st.sampled_from((1, 2))),
     )
 
 

@@ -31,6 +31,7 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import PagePool
 from vllm_tiered.kv.relocator import Relocator
+from vllm_tiered.kv.resident_blocks import ResidentBlocks
 from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_planner import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
@@ -51,6 +52,18 @@ SETUPS = (
         num_layers=9,
         num_far=8,
         block_tokens=4,
+        ahead=True,
+        adaptive=True,
+        offloads_partial_blocks=True,
+    ),
+    Setup(num_layers=3, num_far=3, sure_blocks=4, window_tokens=4, staging_buffers=1),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, window_tokens=5, adaptive=True),
+    Setup(
+        num_layers=3,
+        num_far=3,
+        sure_blocks=4,
+        window_tokens=3,
+        staging_buffers=1,
         ahead=True,
         adaptive=True,
         offloads_partial_blocks=True,
@@ -216,7 +229,27 @@ def one_partial_block_while_prefilling(original):
 
 
 def reserve_one_too_few(original):
-    return lambda self, request_id: max(0, original(self, request_id) - 1)
+    return lambda self, request_id, new: max(0, original(self, request_id, new) - 1)
+
+
+def grow_without_pages(original):
+    return lambda self, new_resident: 0
+
+
+def free_the_pages_of_cached_blocks(original):
+    return lambda self, block_id: self.drop([block_id])
+
+
+def lose_one_block(original):
+    def take_changes(self):
+        new, lost = original(self)
+        return new, lost + sorted(self._held)[:1]
+
+    return take_changes
+
+
+def drop_blocks_that_are_being_hit(original):
+    return lambda self, count, keep=(): original(self, count)
 
 
 def reserve_nothing_in_the_worker(original):
@@ -344,6 +377,10 @@ MUTATIONS = (
         block_limit, "PARTIAL_WHILE_PREFILLING", one_partial_block_while_prefilling, IntegrityError
     ),
     Mutation(ElasticBlocks, "blocks_to_reserve", reserve_one_too_few, IntegrityError),
+    Mutation(ElasticBlocks, "blocks_to_reserve_for_growth", grow_without_pages, IntegrityError),
+    Mutation(ResidentBlocks, "cache", free_the_pages_of_cached_blocks, AssertionError),
+    Mutation(ResidentBlocks, "take_changes", lose_one_block, IntegrityError),
+    Mutation(ResidentBlocks, "drop_oldest", drop_blocks_that_are_being_hit, AssertionError),
 )
 
 

@@ -40,7 +40,7 @@ def test_peaks_are_the_steps_that_no_other_exceeds(steps):
         for one, other in itertools.permutations(set(steps), 2)
         if one[0] <= other[0] and one[1] <= other[1]
     }
-    assert sorted(window.peaks) == sorted(set(steps) - exceeded)
+    assert sorted(window.peaks) == sorted((*one, 0) for one in set(steps) - exceeded)
     assert window.max_partial == max(partial for _, partial in steps)
 
 

@@ -20,7 +20,15 @@ DEVICES: dict[Part, tuple[str, ...]] = {
 }
 """The device types that a part runs on, as vLLM's platforms name them."""
 
-ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+ATTENTION_BACKENDS = (
+    "CPU_ATTN",
+    "FLASH_ATTN",
+    "TRITON_ATTN",
+    "CPU_MLA",
+    "FLASHMLA",
+    "FLASH_ATTN_MLA",
+    "TRITON_MLA",
+)
 """Backends whose kernels find KV by one block table and one slot mapping, and nothing else.
 
 FlashInfer, for one, makes its own lists of page numbers before block tables are translated.

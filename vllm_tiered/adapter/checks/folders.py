@@ -8,14 +8,14 @@ left behind. Sizes that depend on the model's load are checked again when they a
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.kv.plan import far_budget_bytes, resolve_num_far
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.ffn.store.reader import check_store
-from vllm_tiered.kv.layout import STAGING_BUFFERS, expansion_of, max_num_far
+from vllm_tiered.kv.layout import SPACED_STAGING_BUFFERS, LayerStack
 from vllm_tiered.report.writer import check_timeline_path
 from vllm_tiered.storage.direct_file import MEMORY_FILE_SYSTEMS, file_system
 from vllm_tiered.storage.tmpfile import count_free_bytes, open_tmpfile
@@ -93,13 +93,13 @@ def _check_kv_folder(kv: KvConfig, vllm_config: "VllmConfig") -> None:
     finally:
         os.close(fd)
     parallel = vllm_config.parallel_config
-    num_layers = vllm_config.model_config.get_num_layers(parallel)
+    stack = _layer_stack(vllm_config.model_config, parallel)
     near_bytes = vllm_config.cache_config.kv_cache_memory_bytes
     if near_bytes is None:
-        resolve_num_far(kv, num_layers)
+        resolve_num_far(kv, stack)
         return  # vLLM measures it when the model is loaded
     ranks_here = parallel.world_size // parallel.nnodes
-    num_bytes = ranks_here * least_file_bytes(kv, num_layers, near_bytes, parallel.world_size)
+    num_bytes = ranks_here * least_file_bytes(kv, stack, near_bytes, parallel.world_size)
     is_memory = file_system(folder) in MEMORY_FILE_SYSTEMS
     if is_memory:
         free_bytes = min(free_bytes, read_host_memory().usable_bytes)
@@ -112,31 +112,37 @@ def _check_kv_folder(kv: KvConfig, vllm_config: "VllmConfig") -> None:
         )
 
 
-def least_file_bytes(kv: KvConfig, num_layers: int, near_bytes: int, world_size: int) -> int:
+def _layer_stack(model_config: Any, parallel_config: Any) -> LayerStack:
+    """Return the layers that may be offloaded, as far as the configuration shows them.
+
+    Which layers of a hybrid model have full attention is known when it is built. Until then it
+    counts as a model that reaches the most.
+    """
+    num_layers = model_config.get_num_layers(parallel_config)
+    kinds = set(getattr(model_config.hf_text_config, "layer_types", None) or ())
+    if len(kinds) > 1 or model_config.is_hybrid:
+        return LayerStack(num_layers, SPACED_STAGING_BUFFERS, hides_first_read=True)
+    return LayerStack(num_layers)
+
+
+def least_file_bytes(kv: KvConfig, stack: LayerStack, near_bytes: int, world_size: int) -> int:
     """Return the bytes that a rank's KV file takes at least.
 
     Args:
-        num_layers: layers with a KV cache.
+        stack: the layers that may be offloaded.
         near_bytes: near memory of the rank's KV cache.
         world_size: ranks that share `kv.far_gib`.
 
     Raises:
         ConfigError: there are too few layers for `kv.expansion`.
     """
-    num_far = resolve_num_far(kv, num_layers)
+    num_far = resolve_num_far(kv, stack)
     if num_far is None:
-        num_far = max(
-            (
-                m
-                for m in range(max_num_far(num_layers) + 1)
-                if expansion_of(num_layers, m) <= kv.max_expansion
-            ),
-            default=0,
-        )
+        num_far = stack.max_num_far_within(kv.max_expansion)
     if not num_far:
         return 0
     # The near pages hold the resident layers' blocks and the staging buffers' of one layer each.
-    region_bytes = near_bytes / (num_layers - num_far + STAGING_BUFFERS)
+    region_bytes = near_bytes / (stack.num_layers - num_far + stack.staging_buffers)
     least_bytes = _CERTAIN_SHARE * region_bytes
     in_memory = math.ceil(far_budget_bytes(kv, world_size) / least_bytes) if least_bytes else 0
     return int(max(0, num_far - in_memory) * least_bytes)

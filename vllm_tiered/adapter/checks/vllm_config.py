@@ -62,19 +62,6 @@ def _find_placed_weights(vllm_config: Any) -> str | None:
     return f"tiered.weights.placement {config.weights.placement}" if config.weights.places else None
 
 
-def _find_windows(vllm_config: Any) -> str | None:
-    """Find attention that forgets, by vLLM's own rules: in all layers, or in some."""
-    if vllm_config.cache_config.sliding_window is not None:
-        return f"{vllm_config.model_config.model} (sliding-window attention)"
-    config = vllm_config.model_config.hf_text_config
-    kinds = getattr(config, "layer_types", None) or ()
-    found = {"chunked_attention"}
-    if vllm_config.model_config.get_sliding_window() is not None:  # not switched off
-        found.add("sliding_attention")
-    windows = sorted(found.intersection(kinds))
-    return f"{vllm_config.model_config.model} ({windows[0]} in some layers)" if windows else None
-
-
 def _find_captured_kv_updates(vllm_config: Any) -> str | None:
     """Find CUDA graphs that would write new KV by themselves."""
     compilation = vllm_config.compilation_config
@@ -182,10 +169,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="model",
         find=model_is("use_mla", "multi-head latent attention"),
         conflicts={
-            Part.KV: Conflict(
-                reason="only MHA, GQA and MQA caches are swapped",
-                remedy="serve it without the plugin",
-            ),
             Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
         },
     ),
@@ -207,17 +190,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="name the target model alone",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="windowed_attention",
-        kind="model",
-        find=_find_windows,
-        conflicts={
-            Part.KV: Conflict(
-                reason="only models with full attention in all layers are swapped",
-                remedy="serve it without the plugin",
             ),
         },
     ),

@@ -9,7 +9,7 @@ from vllm_tiered.adapter.kv.steps import Step
 from vllm_tiered.kv import controller
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import KvLevels, Level, expansion_of
+from vllm_tiered.kv.layout import KvLevels, Level
 from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
 
 logger = logging.getLogger("vllm.tiered")
@@ -23,6 +23,8 @@ class AdaptiveExpansion:
         elastic: the block limit, which follows the level.
         max_model_blocks: blocks of the longest request that the engine accepts.
         max_num_seqs: the most requests that the engine runs at a time.
+        resident_blocks: returns the most blocks of resident groups that a request of so many tokens
+            holds.
         on_change: called with "grow" or "shrink", and the reason.
         uses_storage: far pages may be on a disk.
     """
@@ -34,6 +36,7 @@ class AdaptiveExpansion:
         *,
         max_model_blocks: int,
         max_num_seqs: int,
+        resident_blocks: Callable[[int], int],
         on_change: Callable[[str, str], None],
         uses_storage: bool = False,
     ) -> None:
@@ -41,6 +44,7 @@ class AdaptiveExpansion:
         self._elastic = elastic
         self._max_model_blocks = max_model_blocks
         self._max_num_seqs = max_num_seqs
+        self._resident_blocks = resident_blocks
         self._on_change = on_change
         self._tuning = STORAGE_TUNING if uses_storage else DEFAULT_TUNING
         self._state = controller.initial_state(levels, self._tuning)
@@ -58,6 +62,7 @@ class AdaptiveExpansion:
         """Pass a finished step to the controller, and make its decision the target level."""
         if self.expansion.level not in self._levels.ladder:
             return  # the level was withdrawn, and some blocks are still in use
+        needed_resident = self._resident_blocks(step.longest)
         signals = controller.Signals(
             level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,
@@ -71,7 +76,9 @@ class AdaptiveExpansion:
             num_waiting=min(step.num_waiting, self._max_num_seqs - step.num_running),
             used_blocks=step.used_blocks,
             num_partial=self._elastic.num_partial,
-            needed_blocks=self._needed_blocks(step),
+            needed_blocks=self._needed_blocks(step) + needed_resident,
+            num_resident=self._elastic.resident.num_held,
+            needed_resident=needed_resident,
         )
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         old, new = self.expansion.target, self._levels.ladder[decision.level_idx]
@@ -83,7 +90,7 @@ class AdaptiveExpansion:
             self.expansion.aim(new)
 
     def _describe(self, level: Level) -> str:
-        expansion = expansion_of(self._levels.num_layers, level.num_far)
+        expansion = self._levels.expansion(level.num_far)
         partial = "" if level.partial_blocks_resident else ", partly filled blocks too"
         return f"{level.num_far} far layers (expansion {expansion:.2f}{partial})"
 

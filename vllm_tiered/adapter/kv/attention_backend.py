@@ -12,7 +12,7 @@ from typing import Any
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv.plan import tiered_config
-from vllm_tiered.kv.layout import expansion_of, max_num_far
+from vllm_tiered.kv.layout import LayerStack
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -72,8 +72,8 @@ def _may_swap(vllm_config: Any) -> bool:
     if config is None or config.kv.expansion == 1 or config.kv.max_expansion == 1:
         return False
     model = vllm_config.model_config
-    num_layers = model.get_num_layers(vllm_config.parallel_config)
-    most = expansion_of(num_layers, max_num_far(num_layers))
+    stack = LayerStack(model.get_num_layers(vllm_config.parallel_config))
+    most = stack.expansion(stack.max_num_far)
     shares_kv = bool(getattr(model.hf_text_config, "num_kv_shared_layers", 0))
     return most > 1 and not shares_kv
 

@@ -15,14 +15,17 @@ from typing import Any
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
+from vllm_tiered.adapter.kv.groups import read_groups
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level, expansion_of
+from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level
 from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
+
+_AMPLE_BYTES = 1 << 50
 
 
 def logical_blocks(
@@ -30,6 +33,7 @@ def logical_blocks(
     geometry: KvGeometry,
     *,
     max_model_len: int,
+    resident_blocks: int,
     world_size: int,
     allocatable_bytes: int | None,
 ) -> int:
@@ -37,13 +41,14 @@ def logical_blocks(
 
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
+        resident_blocks: the most blocks of resident groups that one request holds.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
         BudgetError: the far tier is too small for the expansion, the host has less memory than
             the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
-    limit = geometry.block_limit(0)
+    limit = kv_plan.logical_limit(geometry)
     budget = kv_plan.far_budget_bytes(kv, world_size)
     needed = geometry.far_bytes(limit + 1)
     if needed > budget and kv.tier == "far":
@@ -64,7 +69,7 @@ def logical_blocks(
         limit = min(limit, fits)
     else:
         _check_allocatable(kv, geometry, limit, min(needed, budget), allocatable_bytes)
-    _check_longest(geometry, limit, max_model_len)
+    _check_longest(geometry, limit, max_model_len, resident_blocks)
     return limit + 1
 
 
@@ -73,6 +78,7 @@ def adaptive_levels(
     levels: KvLevels,
     *,
     max_model_len: int,
+    resident_blocks: int,
     world_size: int,
     allocatable_bytes: int | None,
 ) -> KvLevels:
@@ -80,6 +86,7 @@ def adaptive_levels(
 
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
+        resident_blocks: the most blocks of resident groups that one request holds.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
@@ -110,14 +117,17 @@ def adaptive_levels(
             "tiered kv: far memory (%s per rank, %s) limits the expansion to %.2f",
             format_bytes(budget),
             bound,
-            expansion_of(levels.num_layers, allowed.max_num_far),
+            allowed.expansion(allowed.max_num_far),
         )
-    _check_longest(kv_plan.largest_for_one_request(allowed), allowed.max_blocks, max_model_len)
+    largest = kv_plan.largest_for_one_request(allowed, resident_blocks)
+    _check_longest(largest, allowed.max_blocks, max_model_len, resident_blocks)
     return allowed
 
 
-def _check_longest(geometry: KvGeometry, limit: int, max_model_len: int) -> None:
-    longest = geometry.max_request_tokens(limit)
+def _check_longest(
+    geometry: KvGeometry, limit: int, max_model_len: int, resident_blocks: int
+) -> None:
+    longest = geometry.max_request_tokens(limit, resident_blocks)
     partial = " (partly filled blocks stay near)" if geometry.partial_blocks_resident else ""
     if longest < max(max_model_len, geometry.block_tokens):
         raise BudgetError(
@@ -164,26 +174,35 @@ def tiered_kv_cache_configs(
 
     if (obstacle := obstacles.known_obstacle()) is not None:
         return leave_to_vllm(obstacle)
-    specs = kv_cache_specs[0]
-    spec = next(iter(specs.values()))
-    block_bytes = spec.page_size_bytes * len(specs)
+    # Only to see the groups: with little memory vLLM would refuse a length that levels make fit.
+    with _no_blocks_override(vllm_config.cache_config):
+        roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
+    if (obstacle := obstacles.find_plan_obstacle(roomy, kv_cache_specs)) is not None:
+        return leave_to_vllm(obstacle)
+    groups = read_groups(vllm_config, roomy[0].kv_cache_groups)
+    stack = groups.stack
+    spec = roomy[0].kv_cache_groups[groups.index].kv_cache_spec
+    block_bytes = spec.page_size_bytes * stack.num_layers
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
     near_pages = near_bytes // spec.page_size_bytes
-    num_far = kv_plan.resolve_num_far(kv, len(specs))
+    num_far = kv_plan.resolve_num_far(kv, stack)
     fits_length = vllm_config.model_config.original_max_model_len == -1
+    resident_blocks = groups.resident_blocks(vllm_config.model_config.max_model_len)
     sizes = {
         # With -1 vLLM fits it to the memory later.
         "max_model_len": 0 if fits_length else vllm_config.model_config.max_model_len,
+        "resident_blocks": resident_blocks,
         "world_size": vllm_config.parallel_config.world_size,
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
-        reachable = kv_plan.make_levels(kv, spec, len(specs), near_pages)
+        reachable = kv_plan.make_levels(kv, spec, stack, near_pages)
         levels = adaptive_levels(kv, reachable, **sizes)
         has_far_layers = bool(levels.max_num_far)
-        geometry, num_blocks = kv_plan.largest_for_one_request(levels), levels.max_blocks + 1
+        geometry = kv_plan.largest_for_one_request(levels, resident_blocks)
+        num_blocks = levels.max_blocks + 1
     else:
-        order = POLICIES[kv.policy](len(specs), num_far)
+        order = POLICIES[kv.policy](stack.num_layers, num_far, stack.staging_buffers)
         has_far_layers = bool(order.offloaded)
         geometry = kv_plan.make_geometry(order, spec, near_pages)
         num_blocks = logical_blocks(kv, geometry, **sizes) if has_far_layers else 0
@@ -192,14 +211,11 @@ def tiered_kv_cache_configs(
     # One block more than is usable, as vLLM's check subtracts the null block.
     with _no_blocks_override(vllm_config.cache_config):
         configs = plan([num_blocks * block_bytes] * len(kv_cache_specs))
-    if (obstacle := obstacles.find_plan_obstacle(configs)) is not None:
-        return leave_to_vllm(obstacle)
     model_config = vllm_config.model_config
     if fits_length:  # to all blocks, including partial ones
-        longest = geometry.max_request_tokens(num_blocks - 1)
+        longest = geometry.max_request_tokens(num_blocks - 1, resident_blocks)
         model_config.max_model_len = min(model_config.max_model_len, longest)
     for kv_cache_config in configs:
-        (tensor,) = kv_cache_config.kv_cache_tensors
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.
         kv_cache_config.kv_cache_tensors = [
@@ -210,6 +226,7 @@ def tiered_kv_cache_configs(
                 layer_stride=near_bytes,
                 block_stride=spec.page_size_bytes,
             )
+            for tensor in kv_cache_config.kv_cache_tensors
             for layer in tensor.layers
         ]
     return configs

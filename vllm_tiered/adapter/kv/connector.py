@@ -55,8 +55,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     If no layer is ever offloaded, every hook does nothing.
 
-    With ``SupportsHMA`` vLLM groups the layers as it does without a connector. A model with several
-    groups is then left to vLLM as it is, instead of running at reduced speed.
+    With ``SupportsHMA`` vLLM groups the layers as it does without a connector.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -225,6 +224,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def recent_steps(self) -> RecentSteps:
         assert self._scheduler is not None
         return self._scheduler.recent
+
+    @property
+    def group_index(self) -> int:
+        """The index in vLLM of the group whose layers may be offloaded."""
+        assert self._plan.groups is not None
+        return self._plan.groups.index
+
+    @property
+    def resident_blocks(self) -> frozenset[int]:
+        """Blocks of resident groups that hold any content."""
+        assert self._scheduler is not None
+        return self._scheduler.elastic.resident.block_ids
 
     @property
     def recomputes(self) -> RecomputeLog | None:

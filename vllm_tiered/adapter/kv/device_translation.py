@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of block tables on the GPU: one launch for all layers, without a wait on the host.
+"""Translation of block tables on the GPU: one launch for a group's layers, no wait on the host.
 
 The mapping table is on the host. It is copied to the GPU whenever a block of the step has a new
 page. The copy's source is a buffer that stays unchanged until the copy is done. The layers' block
@@ -10,31 +10,33 @@ Shape suffixes: L layers, B block ids, R requests, C columns (blocks of the long
 T tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tiered.adapter.kv.layer_metadata import LayerMetadata
-from vllm_tiered.adapter.kv.translation import Translator
+from vllm_tiered.adapter.kv.translation import LayerTranslator, Mapped, Translator
 
 Translate = Callable[..., None]
 """Type of ``vllm_tiered.kernels.kv_pages.api.translate`` and of its reference."""
 
 
 def make_translator(
-    pages: npt.NDArray[np.int32], layer_names: list[str], block_tokens: int, device: torch.device
-) -> "Translator | DeviceTranslator":
+    pages: npt.NDArray[np.int32],
+    layer_names: Sequence[str],
+    block_tokens: int,
+    device: torch.device,
+) -> LayerTranslator:
     """Return the translator for the device on which vLLM keeps its block tables."""
     if device.type == "cpu":
         return Translator(pages, layer_names, block_tokens)
     return DeviceTranslator(pages, layer_names, block_tokens, device)
 
 
-class DeviceTranslator:
-    """Translator of a step's block tables on the GPU, for all layers at once.
+class DeviceTranslator(LayerTranslator):
+    """Translator on the GPU.
 
     The arguments not listed here are those of :class:`Translator`.
 
@@ -46,67 +48,86 @@ class DeviceTranslator:
     def __init__(
         self,
         pages: npt.NDArray[np.int32],
-        layer_names: list[str],
+        layer_names: Sequence[str],
         block_tokens: int,
         device: torch.device,
         translate: Translate | None = None,
     ) -> None:
+        super().__init__(layer_names, block_tokens)
         self._pages = DeviceTable(pages, device)
-        self._layer_names = layer_names
-        self._block_tokens = block_tokens
         self._translate = _kernel(device) if translate is None else translate
-        num_layers = len(layer_names)
-        self._tables_LRC = torch.empty((num_layers, 0, 0), dtype=torch.int32, device=device)
-        self._slots_LT = torch.empty((num_layers, 0), dtype=torch.int64, device=device)
-        self._shape: tuple[int, ...] = ()
-        self._tables: tuple[torch.Tensor, ...] = ()
+        self._device = device
+        self._tables: dict[str, _LayerTables] = {}
+        self._slots_LT = torch.empty((len(layer_names), 0), dtype=torch.int64, device=device)
+        self._num_slots = (0, 0)
         self._layer_slots: dict[str, torch.Tensor] = {}
         self._own_slots: tuple[torch.Tensor, ...] = ()
-        self._metadata = LayerMetadata(layer_names)
 
-    def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
-        """Give every layer its own metadata in ``forward_context``.
-
-        vLLM's shared metadata object and tensors are left unchanged. The layers' own objects are
-        reused in the next step, whose kernels run after this step's.
-
-        Args:
-            keeps_pages: every block of the step has the same pages as in the previous step.
-        """
-        first = self._layer_names[0]
-        slots_T, shared = forward_context.slot_mapping[first], forward_context.attn_metadata[first]
-        columns = -(-shared.max_seq_len // self._block_tokens)
-        blocks_RC = shared.block_table[:, :columns]
+    def _map(
+        self,
+        tables: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        num_own: int,
+        *,
+        keeps_pages: bool,
+    ) -> Mapped:
+        """Translate; the next step reuses the outputs, and its kernels run after this one's."""
         if not keeps_pages:
             self._pages.upload()
-        self._make_room((*blocks_RC.shape, len(slots_T), len(shared.slot_mapping)))
-        self._translate(
-            self._pages.on_device,
-            blocks_RC,
-            self._tables_LRC,
-            slots_T,
-            self._slots_LT,
-            block_tokens=self._block_tokens,
-        )
-        forward_context.attn_metadata = self._metadata.update(shared, self._tables, self._own_slots)
-        forward_context.slot_mapping = self._layer_slots
+        self._make_room_for_slots(len(slots), num_own)
+        own: dict[str, Sequence[torch.Tensor]] = {}
+        slots_T = slots
+        for name, blocks_RC in tables.items():
+            if name not in self._tables:
+                self._tables[name] = _LayerTables(len(self._layer_names), self._device)
+            own[name] = self._tables[name].of_shape(*blocks_RC.shape)
+            self._translate(
+                self._pages.on_device,
+                blocks_RC,
+                self._tables[name].tables_LRC,
+                slots_T,
+                self._slots_LT,
+                block_tokens=self._block_tokens,
+            )
+            slots_T = slots[:0]  # the first launch has translated the slots
+        return Mapped(own, self._layer_slots, self._own_slots)
 
-    def _make_room(self, shape: tuple[int, ...]) -> None:
-        """Make the layers' views for `shape`: (R, C, T, tokens without padding)."""
-        if shape == self._shape:
+    def _make_room_for_slots(self, tokens: int, own_tokens: int) -> None:
+        """Make the layers' views of the slots."""
+        if (tokens, own_tokens) == self._num_slots:
             return
-        rows, columns, tokens, own_tokens = self._shape = shape
-        capacity = self._tables_LRC.shape[1:]
-        if rows > capacity[0] or columns > capacity[1]:
-            wanted = [_power_of_two(max(pair)) for pair in zip(capacity, shape, strict=False)]
-            self._tables_LRC = self._tables_LRC.new_empty((len(self._layer_names), *wanted))
+        self._num_slots = tokens, own_tokens
         if tokens > self._slots_LT.shape[1]:
-            wanted_tokens = _power_of_two(tokens)
-            self._slots_LT = self._slots_LT.new_empty((len(self._layer_names), wanted_tokens))
-        self._tables = self._tables_LRC[:, :rows, :columns].unbind()
+            wanted = _power_of_two(tokens)
+            self._slots_LT = self._slots_LT.new_empty((len(self._layer_names), wanted))
         slots = self._slots_LT[:, :tokens].unbind()
         self._layer_slots = dict(zip(self._layer_names, slots, strict=True))
         self._own_slots = self._slots_LT[:, :own_tokens].unbind()
+
+
+class _LayerTables:
+    """One of vLLM's block tables, translated for each layer.
+
+    Attributes:
+        tables_LRC: int32, as large as the largest step so far.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.tables_LRC = torch.empty((num_layers, 0, 0), dtype=torch.int32, device=device)
+        self._shape = (0, 0)
+        self._tables: tuple[torch.Tensor, ...] = ()
+
+    def of_shape(self, rows: int, columns: int) -> Sequence[torch.Tensor]:
+        """Return the layers' tables of this shape, whose content is not set yet."""
+        if (rows, columns) == self._shape:
+            return self._tables
+        self._shape = rows, columns
+        capacity = self.tables_LRC.shape[1:]
+        if rows > capacity[0] or columns > capacity[1]:
+            wanted = [_power_of_two(max(pair)) for pair in zip(capacity, self._shape, strict=True)]
+            self.tables_LRC = self.tables_LRC.new_empty((len(self.tables_LRC), *wanted))
+        self._tables = self.tables_LRC[:, :rows, :columns].unbind()
+        return self._tables
 
 
 class DeviceTable:

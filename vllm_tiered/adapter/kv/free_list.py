@@ -30,6 +30,10 @@ class VllmFreeList:
         """Put taken blocks back into the list, in this order."""
         self._pool.free_blocks([self._taken.pop(block_id) for block_id in block_ids])
 
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Evict the cached content of free blocks, which stay where they are in the list."""
+        self._pool.evict_blocks(set(block_ids))
+
     def reset_without_taken(self, reset: Callable[[], bool]) -> bool:
         """Call vLLM's ``reset``, which fails while any block is held, with no block taken.
 

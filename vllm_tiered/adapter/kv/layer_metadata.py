@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata of each layer: vLLM's shared metadata with the layer's own block table."""
+"""Attention metadata of each layer: vLLM's shared metadata with values of the layer's own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+PARTS = ("prefill", "decode")
+"""Attributes of a metadata object that may hold block tables of their own, as in MLA backends."""
 
 
 class LayerMetadata:
@@ -14,48 +15,41 @@ class LayerMetadata:
     layers. A layer's own values are in ``__slots__``, which Python looks up first.
 
     Args:
-        layer_names: vLLM's names, by layer index.
+        num_layers: number of objects.
     """
 
-    def __init__(self, layer_names: Sequence[str]) -> None:
-        self._layer_names = layer_names
-        self._class: type | None = None
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._kind: tuple[type, tuple[str, ...]] | None = None
         self._common: dict[str, Any] = {}
-        self._by_name: dict[str, Any] = {}
-        self._tables: Sequence[torch.Tensor] = ()
-        self._slots: Sequence[torch.Tensor] = ()
+        self._objects: tuple[Any, ...] = ()
+        self._values: dict[str, Sequence[Any]] = {}
 
-    def update(
-        self, shared: Any, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """Update and return the layers' metadata by name; the objects are reused in the next step.
+    def update(self, shared: Any, values: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
+        """Update and return the layers' metadata; the objects are reused in the next step.
 
         Args:
             shared: vLLM's metadata, which is left unchanged.
-            tables: the block table of each layer. The same sequence object as before must hold
-                the same tensors.
-            slots: the slot mapping of each layer; the same rule applies.
+            values: by attribute, the value of each layer. The same sequence object as before must
+                hold the same values.
         """
-        is_new = type(shared) is not self._class
-        if is_new:
-            self._make(type(shared))
-        if is_new or tables is not self._tables:
-            self._tables = tables
-            for own, table in zip(self._by_name.values(), tables, strict=True):
-                own.block_table = table
-        if is_new or slots is not self._slots:
-            self._slots = slots
-            for own, own_slots in zip(self._by_name.values(), slots, strict=True):
-                own.slot_mapping = own_slots
+        kind = type(shared), tuple(values)
+        if kind != self._kind:
+            self._make(*kind)
+            self._kind = kind
+        for name, of_layers in values.items():
+            if of_layers is self._values.get(name):
+                continue
+            self._values[name] = of_layers
+            for own, value in zip(self._objects, of_layers, strict=True):
+                setattr(own, name, value)
         self._common.clear()
         self._common.update(shared.__dict__)
-        return self._by_name
+        return self._objects
 
-    def _make(self, shared_class: type) -> None:
-        own_class = type(
-            shared_class.__name__, (shared_class,), {"__slots__": ("block_table", "slot_mapping")}
-        )
-        self._class = shared_class
-        self._by_name = {name: object.__new__(own_class) for name in self._layer_names}
-        for own in self._by_name.values():
+    def _make(self, shared_class: type, names: tuple[str, ...]) -> None:
+        own_class = type(shared_class.__name__, (shared_class,), {"__slots__": names})
+        self._objects = tuple(object.__new__(own_class) for _ in range(self._num_layers))
+        self._values = {}
+        for own in self._objects:
             own.__dict__ = self._common

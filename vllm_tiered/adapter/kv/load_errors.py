@@ -10,7 +10,8 @@ cache. Their blocks leave the cache, and tokens that running steps sample for th
 Blocks that a step computed from a lost page are wrong too, and vLLM put them into its prefix cache
 when it scheduled the step. So all blocks that the latest steps wrote leave the cache. A request
 that has hit one of them since then also counts as affected, whichever request wrote the block. No
-other request is affected.
+other request is affected. All blocks of resident groups leave the cache, as it is not known which
+of them these steps wrote.
 
 When the storage tier has failed, all requests are preempted, and the levels of expansion that need
 it are given up. A request that cannot be served any more ends with an error. The engine goes on.
@@ -51,11 +52,14 @@ def _handle_invalid_blocks(
         result: set[str] = original(scheduler, invalid_block_ids, num_scheduled_tokens)
         return result
     recent = scheduler.connector.recent_steps
-    scheduler.kv_cache_manager.evict_blocks(invalid_block_ids | recent.written_blocks())
+    scheduler.kv_cache_manager.evict_blocks(
+        invalid_block_ids | recent.written_blocks() | scheduler.connector.resident_blocks
+    )
     has_hit_wrong_blocks = recent.requests_that_hit_written_blocks()
 
     def is_affected(request: Any) -> bool:
-        block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        by_group = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        block_ids = by_group[scheduler.connector.group_index]
         is_hit = request.request_id in has_hit_wrong_blocks
         return is_hit or not invalid_block_ids.isdisjoint(block_ids)
 

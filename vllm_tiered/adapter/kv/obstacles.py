@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv.groups import find_group_obstacle, is_full_attention, stays_near
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.errors import UnsupportedError
 
@@ -76,39 +77,43 @@ def _find_split_blocks(backends: dict[str, tuple[Any, Any]]) -> str | None:
 
 def find_spec_obstacle(specs: list[Any]) -> str | None:
     """Return why KV caches of these vLLM specs cannot be swapped; None if they can."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
+    full = [spec for spec in specs if is_full_attention(spec)]
     kinds = {
-        type(spec).__name__
-        for spec in specs
-        if type(spec) is not FullAttentionSpec
-        or spec.sliding_window is not None
-        or spec.attention_chunk_size is not None
+        type(spec).__name__ for spec in specs if not (is_full_attention(spec) or stays_near(spec))
     }
     if kinds:
         return (
-            "only models with full attention in all layers are swapped yet, and this one has "
-            f"{', '.join(sorted(kinds))}"
+            "layers of full attention are swapped, beside layers with a sliding window or chunked "
+            f"attention, and this model has {', '.join(sorted(kinds))}"
         )
+    if not full:
+        return "no layer has full attention, so the KV cache of a request is small"
     if len({spec.page_size_bytes for spec in specs}) > 1:
         return "only models whose layers have KV caches of one size are swapped yet"
     return None
 
 
-def find_plan_obstacle(kv_cache_configs: list[Any]) -> str | None:
+def find_plan_obstacle(
+    kv_cache_configs: list[Any], kv_cache_specs: list[dict[str, Any]]
+) -> str | None:
     """Return why the KV caches that vLLM has planned cannot be swapped; None if they can."""
-    for config in kv_cache_configs:
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        if (obstacle := find_spec_obstacle(specs)) is not None:
+    for config, specs_by_name in zip(kv_cache_configs, kv_cache_specs, strict=True):
+        groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
+        specs = [group.kv_cache_spec for group in groups]
+        obstacle = find_spec_obstacle(specs) or find_group_obstacle(groups)
+        if obstacle is not None:
             return obstacle
-        tensors = config.kv_cache_tensors
-        if len(specs) != 1 or len(tensors) != 1:
+        if len(specs) != len(tensors):
             return f"vLLM keeps {len(specs)} groups of KV caches in {len(tensors)} allocations"
-        if tensors[0].block_stride != specs[0].page_size_bytes:
-            return (
-                f"KV pages of {specs[0].page_size_bytes} bytes lie {tensors[0].block_stride} bytes "
-                "apart (VLLM_KV_CACHE_LAYOUT)"
-            )
+        for group, tensor in zip(groups, tensors, strict=True):
+            spec = group.kv_cache_spec
+            if tensor.block_stride != spec.page_size_bytes:
+                return (
+                    f"KV pages of {spec.page_size_bytes} bytes lie {tensor.block_stride} bytes "
+                    "apart (VLLM_KV_CACHE_LAYOUT)"
+                )
+            if any(specs_by_name[name].block_size != spec.block_size for name in group.layer_names):
+                return "vLLM has made the blocks of some layers larger, to give all pages one size"
     return None
 
 

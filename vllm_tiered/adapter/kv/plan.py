@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
+from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
@@ -19,10 +20,8 @@ from vllm_tiered.kv.layout import (
     PARTIAL_WHILE_PREFILLING,
     KvGeometry,
     KvLevels,
+    LayerStack,
     Level,
-    expansion_of,
-    max_num_far,
-    num_far_for_expansion,
 )
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.units import gib_to_bytes
@@ -54,6 +53,8 @@ class KvPlan:
         order: the layers' roles at the start.
         near_pages: pages of the near-tier pool.
         num_blocks: number of vLLM's block ids, the null block 0 included.
+        stack: the layers that may be offloaded, and what lies between them.
+        groups: the groups of layers; None if the KV cache is left to vLLM.
         levels: the levels that the engine may change to; None if the offloaded layers are fixed. A
             configured expansion with a storage tier has levels too: without that tier, if it fails,
             fewer layers are offloaded.
@@ -65,6 +66,8 @@ class KvPlan:
     near_pages: int
     num_blocks: int
     config: KvConfig
+    stack: LayerStack
+    groups: KvGroups | None = None
     levels: KvLevels | None = None
     left_to_vllm: LeftToVllm | None = None
 
@@ -76,7 +79,7 @@ class KvPlan:
     @property
     def expansion(self) -> float:
         """The expansion at the start."""
-        return expansion_of(self.geometry.num_layers, self.order.num_far)
+        return self.stack.expansion(self.order.num_far)
 
     @property
     def max_num_far(self) -> int:
@@ -126,7 +129,8 @@ class KvPlan:
         if self.levels is None:
             return ()
         levels = range(self.levels.max_num_far + 1)
-        return tuple(interleave(self.levels.num_layers, num_far) for num_far in levels)
+        n, buffers = self.stack.num_layers, self.stack.staging_buffers
+        return tuple(interleave(n, num_far, buffers) for num_far in levels)
 
     @property
     def swaps(self) -> bool:
@@ -146,7 +150,7 @@ def tiered_config(vllm_config: Any) -> TieredConfig | None:
     return config if config.kv.enabled else None
 
 
-def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
+def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
     """Return the number of offloaded layers for the configured expansion; None if it is "auto".
 
     Raises:
@@ -160,13 +164,14 @@ def resolve_num_far(kv: KvConfig, num_layers: int) -> int | None:
                 'kv.expansion to a number, or kv.policy="interleave"'
             )
         return None
-    reachable = expansion_of(num_layers, max_num_far(num_layers))
+    reachable = stack.expansion(stack.max_num_far)
     wanted = float(kv.expansion)
-    num_far = num_far_for_expansion(num_layers, wanted)
+    num_far = stack.num_far_for(wanted)
     if num_far is None:
+        buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
         raise ConfigError(
-            f"kv.expansion={wanted:g} cannot be reached: {num_layers} layers with two staging "
-            f"buffers reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
+            f"kv.expansion={wanted:g} cannot be reached: {stack.num_layers} layers with {buffers} "
+            f"reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
         )
     return num_far
 
@@ -181,45 +186,55 @@ def why_no_layer_is_far(kv: KvConfig) -> str:
     )
 
 
-def make_levels(kv: KvConfig, spec: Any, num_layers: int, near_pages: int) -> KvLevels:
+def make_levels(kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int) -> KvLevels:
     """Return all levels up to ``max_expansion``, regardless of the far budget."""
-    allowed = [
-        m
-        for m in range(max_num_far(num_layers) + 1)
-        if expansion_of(num_layers, m) <= kv.max_expansion
-    ]
+    max_num_far = stack.max_num_far_within(kv.max_expansion)
     levels = KvLevels(
-        num_layers=num_layers,
+        num_layers=stack.num_layers,
         page_bytes=spec.page_size_bytes,
         block_tokens=spec.block_size,
         near_pages=near_pages,
-        max_num_far=allowed[-1],
+        max_num_far=max_num_far,
         max_blocks=near_pages,
+        staging_buffers=stack.staging_buffers,
         # An offloaded partial block would be written to the SSD in every step.
         offloads_partial_blocks=kv.tier != "storage",
     )
-    return with_max_num_far(levels, allowed[-1])
+    return with_max_num_far(levels, max_num_far)
+
+
+def logical_limit(geometry: KvGeometry) -> int:
+    """Return the most blocks that the engine's pool may have.
+
+    vLLM's first view of a layer has as many pages as the pool has blocks, the null block included.
+    """
+    return min(geometry.block_limit(0), geometry.near_pages - 1)
 
 
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     """Remove the levels above one; only level 0 is left if no other level holds more blocks."""
-    blocks_of = [levels.geometry(Level(m)).block_limit(0) for m in range(num_far + 1)]
+    blocks_of = [logical_limit(levels.geometry(Level(m))) for m in range(num_far + 1)]
     # The lowest of the levels that hold the most, as more offloaded layers would only cost.
     highest = blocks_of.index(max(blocks_of))
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
 
 
-def largest_for_one_request(levels: KvLevels) -> KvGeometry:
-    """Return the sizes at the level that holds the longest single request."""
+def largest_for_one_request(levels: KvLevels, resident_blocks: int) -> KvGeometry:
+    """Return the sizes at the level that holds the longest single request.
+
+    Args:
+        resident_blocks: the most blocks of resident groups that the request holds.
+    """
     return max(
         (levels.geometry(level) for level in levels.ladder),
-        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING),
+        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING, resident_blocks),
     )
 
 
-def max_request_tokens(levels: KvLevels) -> int:
+def max_request_tokens(levels: KvLevels, resident_blocks: int) -> int:
     """Return the tokens of the longest request that one of the levels holds."""
-    return largest_for_one_request(levels).max_request_tokens(levels.max_blocks)
+    largest = largest_for_one_request(levels, resident_blocks)
+    return largest.max_request_tokens(levels.max_blocks, resident_blocks)
 
 
 def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
@@ -227,7 +242,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
 
     def far_bytes(num_far: int) -> int:
         geometry = levels.geometry(Level(num_far))
-        return geometry.far_bytes(geometry.block_limit(0) + 1)
+        return geometry.far_bytes(logical_limit(geometry) + 1)
 
     fitting = [m for m in range(levels.max_num_far + 1) if far_bytes(m) <= budget]
     return with_max_num_far(levels, fitting[-1])
@@ -252,20 +267,20 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         return None
     if (left := getattr(kv_cache_config, LEFT_TO_VLLM, None)) is not None:
         return _untouched_plan(config.kv, kv_cache_config, left)
-    group = kv_cache_config.kv_cache_groups[0]
-    num_layers = len(group.layer_names)
-    spec = group.kv_cache_spec
+    groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups)
+    stack = groups.stack
+    spec = kv_cache_config.kv_cache_groups[groups.index].kv_cache_spec
     num_blocks = kv_cache_config.num_blocks
-    num_far = resolve_num_far(config.kv, num_layers)
+    num_far = resolve_num_far(config.kv, stack)
     near_bytes = kv_cache_config.kv_cache_tensors[0].size
     near_pages = near_bytes // spec.page_size_bytes
     levels = None
     if num_far is None:
         # The number of blocks determines the highest level, whatever limited it in the process
         # that made the configuration.
-        levels = make_levels(config.kv, spec, num_layers, near_pages)
+        levels = make_levels(config.kv, spec, stack, near_pages)
         blocks_of = [
-            levels.geometry(Level(m)).block_limit(0) for m in range(levels.max_num_far + 1)
+            logical_limit(levels.geometry(Level(m))) for m in range(levels.max_num_far + 1)
         ]
         fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
         levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
@@ -273,14 +288,15 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             levels = None
     elif num_far and config.kv.tier == "storage" and config.kv.policy == "interleave":
         levels = KvLevels(
-            num_layers=num_layers,
+            num_layers=stack.num_layers,
             page_bytes=spec.page_size_bytes,
             block_tokens=spec.block_size,
             near_pages=near_pages,
             max_num_far=num_far,
             max_blocks=num_blocks - 1,
+            staging_buffers=stack.staging_buffers,
         )
-    order = POLICIES[config.kv.policy](num_layers, num_far or 0)
+    order = POLICIES[config.kv.policy](stack.num_layers, num_far or 0, stack.staging_buffers)
     return KvPlan(
         geometry=(
             levels.geometry(Level(order.num_far))
@@ -291,6 +307,8 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         near_pages=near_pages,
         num_blocks=num_blocks,
         config=config.kv,
+        stack=stack,
+        groups=groups,
         levels=levels,
     )
 
@@ -316,6 +334,7 @@ def _untouched_plan(kv: KvConfig, kv_cache_config: Any, left: LeftToVllm) -> KvP
         near_pages=near_pages,
         num_blocks=kv_cache_config.num_blocks,
         config=kv,
+        stack=LayerStack(num_layers),
         left_to_vllm=left,
     )
 

@@ -2,9 +2,10 @@
 """Scheduler side of the connector: plans each step and reserves blocks of vLLM's pool."""
 
 import functools
+import inspect
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,15 @@ from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv.free_list import VllmFreeList
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
+from vllm_tiered.adapter.kv.resident_groups import ResidentGroupHooks
 from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.adapter.telemetry.timeline import Timeline
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.kv.admission import Admission
+from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import KvLevels, expansion_of
+from vllm_tiered.kv.layout import KvLevels
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
@@ -66,7 +68,10 @@ class TieredScheduler:
         max_num_seqs: int,
         timeline: Timeline | None = None,
     ) -> None:
+        assert plan.groups is not None, "there are groups where layers may be offloaded"
         self._plan = plan
+        self._groups = plan.groups
+        self._group_hooks: ResidentGroupHooks | None = None
         self._world_size = world_size
         self._planner = StepPlanner(
             num_blocks=plan.num_blocks,
@@ -82,6 +87,7 @@ class TieredScheduler:
                 self.elastic,
                 max_model_blocks=max_model_blocks,
                 max_num_seqs=max_num_seqs,
+                resident_blocks=self._groups.resident_blocks,
                 on_change=self._record_event,
                 uses_storage=plan.config.tier == "storage",
             )
@@ -90,7 +96,7 @@ class TieredScheduler:
             self.expansion = Expansion(plan.levels, self.elastic, plan.start)
         self.storage_failure = ""
         self.unservable: dict[str, str] = {}
-        self._max_request_tokens = max_model_len
+        self._max_model_len = self._max_request_tokens = max_model_len
         self._restricted_by = ""  # why levels that the engine began with are not reached any more
         self._latest_report = StepReport()
         self._watch = StepWatch(plan.geometry.block_tokens)
@@ -115,12 +121,16 @@ class TieredScheduler:
         vLLM calls ``allocate_slots`` to learn whether a request fits. The call leaves the number of
         its argument ``reserved_blocks`` free. Resident partial blocks cost pages in addition to the
         blocks themselves. So the wrapper raises this argument by the number of blocks that must be
-        reserved for those pages, and reserves them when the request is admitted.
+        reserved for those pages, and reserves them when the request is admitted. Blocks of resident
+        groups cost pages too (``resident_groups.py``).
         """
         pool = kv_cache_manager.block_pool
         free_list = VllmFreeList(pool)
         self._admission = Admission(self.elastic, free_list, self.expansion)
         self._admission.start()
+        if self._groups.resident:
+            indices = [group.index for group in self._groups.resident]
+            self._group_hooks = ResidentGroupHooks(kv_cache_manager, indices, self.elastic.resident)
         kv_cache_manager.allocate_slots = self._wrap_allocate(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._wrap_reset(
             kv_cache_manager.reset_prefix_cache, free_list
@@ -153,16 +163,19 @@ class TieredScheduler:
         # A step may run nothing and still have a blocked request, which this level does not hold.
         if scheduled or self._watch.is_blocked:
             self._end_previous_step(len(scheduled), len(preempted))
-        level = self._admission.change_level()._asdict()
+        changes: dict[str, Any] = self._admission.change_level()._asdict()
+        if self._group_hooks:
+            new, lost = self.elastic.resident.take_changes()
+            changes |= {"new_resident": new, "lost_resident": lost}
         step = None
         if continues and not self._admission.has_changes:
-            step = self._planner.plan_on(list(self._changed_requests(scheduler_output)), **level)
+            step = self._planner.plan_on(list(self._changed_requests(scheduler_output)), **changes)
         if step is None:
             if continues:
                 requests = list(self._scheduled_requests(scheduler_output))
             released, reserved = self._admission.take_changes()
             step = self._planner.plan(
-                requests, ended, released=released, reserved=reserved, **level
+                requests, ended, released=released, reserved=reserved, **changes
             )
         self.recent.add(step, requests)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
@@ -212,7 +225,7 @@ class TieredScheduler:
             text = (
                 f"{self.storage_failure}: it is not used any more. Near and far memory hold "
                 f"{levels.max_blocks} blocks (expansion "
-                f"{expansion_of(levels.num_layers, levels.max_num_far):.2f}), and "
+                f"{levels.expansion(levels.max_num_far):.2f}), and "
                 f"{self._max_request_tokens} tokens of one request"
             )
         logger.error("tiered kv: %s. Restart with another kv.path to use a disk again", text)
@@ -229,7 +242,8 @@ class TieredScheduler:
             self.adaptive.restrict(levels)
         else:
             self.expansion.restrict(levels, levels.ladder[-1])
-        self._max_request_tokens = max_request_tokens(levels)
+        resident_blocks = self._groups.resident_blocks(self._max_model_len)
+        self._max_request_tokens = max_request_tokens(levels, resident_blocks)
         return levels
 
     def reserve_excess(self) -> None:
@@ -286,12 +300,13 @@ class TieredScheduler:
         It is vLLM's ``kv_cache_usage_perc``. Reserved blocks do not count as used.
         """
         num_partial, levels = self.elastic.num_partial, self._plan.levels
+        resident = self.elastic.resident.num_held
         if self.expansion is not None:
             levels = self.expansion.levels
         if levels is None:
-            most = self._plan.geometry.block_limit(num_partial)
+            most = self._plan.geometry.block_limit(num_partial, resident)
         else:
-            most = levels.block_limit(levels.ladder[-1], num_partial)
+            most = levels.block_limit(levels.ladder[-1], num_partial, resident)
         return min(1.0, self._admission.used_blocks / max(1, most))
 
     def _record_event(self, kind: str, text: str) -> None:
@@ -301,20 +316,25 @@ class TieredScheduler:
     def _wrap_allocate(self, allocate_slots: Any) -> Any:
         @functools.wraps(allocate_slots)
         def allocate(request: Any, *args: Any, reserved_blocks: int = 0, **kwargs: Any) -> Any:
-            def allocate_beside(num_reserved: int) -> Any:
-                return allocate_slots(
-                    request, *args, reserved_blocks=reserved_blocks + num_reserved, **kwargs
-                )
+            def allocate_beside(left_over: LeftOver) -> Any:
+                num_reserved = reserved_blocks + left_over(0)
+                if self._group_hooks is None:
+                    return allocate_slots(request, *args, reserved_blocks=num_reserved, **kwargs)
+                with self._group_hooks.leaving_over(left_over):
+                    return allocate_slots(request, *args, reserved_blocks=num_reserved, **kwargs)
 
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
-                blocks = allocate_beside(0)
+                blocks = self._admission.grow(allocate_beside)
             else:
+                if self._group_hooks:  # vLLM has freed blocks since the last step
+                    self._admission.end_requests(())
                 self._manager.watermark_blocks = round(
                     self._watermark * self.elastic.released_blocks
                 )
                 prefill_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
-                blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside)
+                hits = self._hits(allocate_slots, request, *args, **kwargs)
+                blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside, hits)
             if blocks is None:
                 self._watch.record_blocked(request_id, request.num_tokens)
                 # vLLM accepted it for a level that is not reached any more.
@@ -326,6 +346,15 @@ class TieredScheduler:
             return blocks
 
         return allocate
+
+    def _hits(self, allocate_slots: Any, *args: Any, **kwargs: Any) -> Set[int]:
+        """Return the blocks of prefix-cache hits among the arguments of ``allocate_slots``."""
+        if self._group_hooks is None:
+            return frozenset()
+        given = inspect.signature(allocate_slots).bind(*args, **kwargs).arguments
+        found = given.get("new_computed_blocks")
+        groups = () if found is None else found.blocks
+        return {block.block_id for blocks in groups for block in blocks}
 
     def _wrap_reset(self, reset_prefix_cache: Any, free_list: VllmFreeList) -> Any:
         """Wrap vLLM's reset, which fails while a block is held, so that it allows reserved ones."""
@@ -347,7 +376,7 @@ class TieredScheduler:
             self._update_tokens(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
             yield ScheduledRequest(
                 request_id=new.req_id,
-                new_block_ids=new.block_ids[0],
+                new_block_ids=new.block_ids[self._groups.index],
                 restarts=True,
                 computed_tokens=new.num_computed_tokens,
                 scheduled_tokens=scheduled[new.req_id],
@@ -359,7 +388,7 @@ class TieredScheduler:
             self._update_tokens(request_id, computed_tokens + scheduled[request_id])
             yield ScheduledRequest(
                 request_id,
-                block_ids[0] if block_ids else (),
+                block_ids[self._groups.index] if block_ids else (),
                 request_id in cached.resumed_req_ids,
                 computed_tokens,
                 scheduled[request_id],
@@ -369,14 +398,13 @@ class TieredScheduler:
         """Yield the requests of a decode step that are due or that got blocks."""
         due = self._planner.due
         cached = scheduler_output.scheduled_cached_reqs
-        for at, block_ids in enumerate(cached.new_block_ids):
+        for at, by_group in enumerate(cached.new_block_ids):
             request_id = cached.req_ids[at]
+            block_ids = by_group[self._groups.index] if by_group else ()
             if block_ids or request_id in due:
                 computed_tokens = cached.num_computed_tokens[at]
                 self._watch.update_tokens(request_id, computed_tokens + 1)
-                yield ScheduledRequest(
-                    request_id, block_ids[0] if block_ids else (), False, computed_tokens, 1
-                )
+                yield ScheduledRequest(request_id, block_ids, False, computed_tokens, 1)
 
     def _update_tokens(self, request_id: str, end_tokens: int) -> None:
         self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)

@@ -3,45 +3,66 @@
 
 vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages scattered
 over a pool, each layer needs its own: ``page = pages[layer, block]``. The kernels run unchanged.
+Backends of latent attention keep two block tables, for the step's prefills and for its decodes.
+
 This module uses numpy, as its calls cost a third of torch's on arrays of this size.
 """
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_tiered.adapter.kv.layer_metadata import LayerMetadata
+from vllm_tiered.adapter.kv.layer_metadata import PARTS, LayerMetadata
 
 
-class Translator:
-    """Translator of a step's block tables on the CPU, for all layers at once.
+class Mapped(NamedTuple):
+    """Tensors of a step by layer.
+
+    Attributes:
+        tables: for each block table, a table per layer, int32 [requests, blocks of the longest
+            sequence].
+        slots: slot mapping by layer name, int64 [tokens], with the padding.
+        own_slots: slot mapping per layer, without it.
+    """
+
+    tables: Mapping[str, Sequence[torch.Tensor]]
+    slots: Mapping[str, torch.Tensor]
+    own_slots: Sequence[torch.Tensor]
+
+
+class LayerTranslator(ABC):
+    """Translator of one group's block tables, for all of its layers at once.
 
     Args:
-        pages: int32 [num_layers, num_blocks], the mapping table's own array; every step reads it.
-        layer_names: vLLM's names, by layer index.
+        layer_names: vLLM's names of the group's layers, by row of the mapping table.
         block_tokens: tokens a block holds.
     """
 
-    def __init__(
-        self,
-        pages: "np.ndarray[Any, np.dtype[np.int32]]",
-        layer_names: list[str],
-        block_tokens: int,
-    ) -> None:
-        self._pages = pages
+    def __init__(self, layer_names: Sequence[str], block_tokens: int) -> None:
         self._layer_names = layer_names
         self._block_tokens = block_tokens
-        self._blocks: np.ndarray[Any, np.dtype[np.int32]] = np.empty((0, 0), np.int32)
-        self._own_blocks = np.empty((len(layer_names), 0, 0), np.int32)
-        self._tables = torch.from_numpy(self._own_blocks).unbind()
-        self._shared_slots = np.empty(0, np.int64)
-        self._slot_blocks = np.empty(0, np.int64)
-        self._num_own = 0
-        self._slots = np.empty((0, 0), np.int64)
-        self._layer_slots: dict[str, torch.Tensor] = {}
-        self._own_slots: tuple[torch.Tensor, ...] = ()
-        self._metadata = LayerMetadata(layer_names)
+        self._metadata = LayerMetadata(len(layer_names))
+        self._parts = {name: LayerMetadata(len(layer_names)) for name in PARTS}
+        self._no_part = (None,) * len(layer_names)
+        self._objects: Sequence[Any] = ()
+        self._by_name: dict[str, Any] = {}
+
+    @abstractmethod
+    def _map(
+        self,
+        tables: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        num_own: int,
+        *,
+        keeps_pages: bool,
+    ) -> Mapped:
+        """Translate the block tables, the slots, and the first ``num_own`` slots.
+
+        Padding stays -1. Outputs of unchanged shape are reused, and overwrite the previous step's.
+        """
 
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
@@ -52,34 +73,80 @@ class Translator:
         Args:
             keeps_pages: every block of the step has the same pages as in the previous step.
         """
-        slots = forward_context.slot_mapping
-        shared = forward_context.attn_metadata[self._layer_names[0]]
-        tables = self._block_tables(shared, keeps_pages)
-        self._map_slots(slots[self._layer_names[0]], len(shared.slot_mapping), keeps_pages)
-        forward_context.attn_metadata = self._metadata.update(shared, tables, self._own_slots)
-        forward_context.slot_mapping = self._layer_slots
+        first = self._layer_names[0]
+        shared, slots = forward_context.attn_metadata[first], forward_context.slot_mapping[first]
+        parts = {name: getattr(shared, name) for name in PARTS if hasattr(shared, name)}
+        columns = -(-shared.max_seq_len // self._block_tokens)
+        tables = {
+            name: part.block_table[:, :columns] for name, part in parts.items() if part is not None
+        }
+        if not parts:
+            tables["block_table"] = shared.block_table[:, :columns]
+        mapped = self._map(tables, slots, len(shared.slot_mapping), keeps_pages=keeps_pages)
+        values: dict[str, Sequence[Any]] = {"slot_mapping": mapped.own_slots}
+        if not parts:
+            values["block_table"] = mapped.tables["block_table"]
+        for name, part in parts.items():
+            values[name] = self._no_part
+            if part is not None:
+                own = {"block_table": mapped.tables[name]}
+                values[name] = self._parts[name].update(part, own)
+        objects = self._metadata.update(shared, values)
+        if objects is not self._objects:
+            self._objects = objects
+            self._by_name = dict(zip(self._layer_names, objects, strict=True))
+        forward_context.attn_metadata = forward_context.attn_metadata | self._by_name
+        forward_context.slot_mapping = forward_context.slot_mapping | mapped.slots
 
-    def _block_tables(self, metadata: Any, keeps_pages: bool) -> tuple[torch.Tensor, ...]:
-        """Return a table per layer, int32 [requests, blocks of the longest sequence].
 
-        If the shape is unchanged, the previous step's tables are overwritten.
-        """
-        columns = -(-metadata.max_seq_len // self._block_tokens)
-        blocks = metadata.block_table.numpy()[:, :columns]
-        if keeps_pages and np.array_equal(blocks, self._blocks):
-            return self._tables
-        if blocks.shape != self._blocks.shape:
-            self._own_blocks = np.empty((len(self._layer_names), *blocks.shape), np.int32)
-            self._tables = torch.from_numpy(self._own_blocks).unbind()
-        self._blocks = blocks.copy()  # vLLM overwrites its table in the next step
-        self._pages.take(blocks, axis=1, out=self._own_blocks)
-        return self._tables
+class Translator(LayerTranslator):
+    """Translator on the CPU.
+
+    Args:
+        pages: int32 [num_layers, num_blocks], the mapping table's own array; every step reads it.
+        layer_names: vLLM's names of the layers of one group, by row.
+        block_tokens: tokens a block holds.
+    """
+
+    def __init__(
+        self,
+        pages: "np.ndarray[Any, np.dtype[np.int32]]",
+        layer_names: Sequence[str],
+        block_tokens: int,
+    ) -> None:
+        super().__init__(layer_names, block_tokens)
+        self._pages = pages
+        self._tables: dict[str, _LayerTables] = {}
+        self._shared_slots = np.empty(0, np.int64)
+        self._slot_blocks = np.empty(0, np.int64)
+        self._num_own = 0
+        self._slots = np.empty((0, 0), np.int64)
+        self._layer_slots: dict[str, torch.Tensor] = {}
+        self._own_slots: tuple[torch.Tensor, ...] = ()
+
+    def _map(
+        self,
+        tables: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        num_own: int,
+        *,
+        keeps_pages: bool,
+    ) -> Mapped:
+        for name in self._tables.keys() - tables.keys():
+            del self._tables[name]  # a later step must not take it for the previous step's
+        own: dict[str, Sequence[torch.Tensor]] = {}
+        for name, table in tables.items():
+            if name not in self._tables:
+                self._tables[name] = _LayerTables(self._pages)
+            own[name] = self._tables[name].map(table.numpy(), keeps_pages)
+        self._map_slots(slots, num_own, keeps_pages)
+        return Mapped(own, self._layer_slots, self._own_slots)
 
     def _map_slots(self, slots: torch.Tensor, num_own: int, keeps_pages: bool) -> None:
         """Translate the slots of each layer, int64 [tokens], and the first ``num_own`` of them.
 
-        Padding stays -1. If the shape is unchanged, the previous step's arrays are overwritten, as
-        making 2 x 30 tensors takes longer than all the rest.
+        If the shape is unchanged, the previous step's arrays are overwritten, as making 2 x 30
+        tensors takes longer than all the rest.
         """
         own = slots.numpy()
         blocks = own // self._block_tokens  # padding stays -1; mode "wrap" reads any page for it
@@ -99,3 +166,34 @@ class Translator:
             self._own_slots = padded[:, :num_own].unbind()
         np.add(moved, own, out=self._slots)
         self._slots[:, own < 0] = -1
+
+
+class _LayerTables:
+    """One of vLLM's block tables, translated for each layer.
+
+    Args:
+        pages: int32 [num_layers, num_blocks], the mapping table's own array.
+    """
+
+    def __init__(self, pages: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
+        self._pages = pages
+        self._blocks: np.ndarray[Any, np.dtype[np.int32]] = np.empty((0, 0), np.int32)
+        self._own_blocks = np.empty((len(pages), 0, 0), np.int32)
+        self._tables = torch.from_numpy(self._own_blocks).unbind()
+
+    def map(
+        self, blocks: "np.ndarray[Any, np.dtype[np.int32]]", keeps_pages: bool
+    ) -> Sequence[torch.Tensor]:
+        """Return a table per layer; if the shape is unchanged, the previous ones are overwritten.
+
+        Args:
+            blocks: int32 [requests, blocks of the longest sequence].
+        """
+        if keeps_pages and np.array_equal(blocks, self._blocks):
+            return self._tables
+        if blocks.shape != self._blocks.shape:
+            self._own_blocks = np.empty((len(self._pages), *blocks.shape), np.int32)
+            self._tables = torch.from_numpy(self._own_blocks).unbind()
+        self._blocks = blocks.copy()  # vLLM overwrites its table in the next step
+        self._pages.take(blocks, axis=1, out=self._own_blocks)
+        return self._tables

@@ -13,13 +13,13 @@ import torch
 
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.device import make_device
-from vllm_tiered.adapter.kv.device_translation import DeviceTranslator, make_translator
+from vllm_tiered.adapter.kv.device_translation import make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
+from vllm_tiered.adapter.kv.group_translation import GroupTranslator
 from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import StepReport
-from vllm_tiered.adapter.kv.translation import Translator
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.figures import page_errors_figure
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
@@ -70,9 +70,10 @@ class TieredWorker:
         self._device = make_device()
         self.swapper: Swapper
         self.full_graphs: FullGraphs | None = None
-        self._translator: Translator | DeviceTranslator | None = None
+        self._translator: GroupTranslator | None = None
         self._translates = False
         self._is_translated = False  # the latest step was translated
+        self._row_of: dict[str, int] = {}  # all layers, by their row in the mapping table
         self._layer_of: dict[str, int] = {}  # layers that may be offloaded
         self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
         self._offloaded: dict[str, int] = {}
@@ -100,25 +101,25 @@ class TieredWorker:
                 is known of this before is an obstacle (obstacles.py).
             BudgetError: the far tier does not have the memory.
         """
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        names = sorted(kv_caches, key=extract_layer_index)
-        geometry, near_pages = self._plan.geometry, self._plan.near_pages
-        if len(names) != geometry.num_layers:
+        geometry, near_pages, groups = self._plan.geometry, self._plan.near_pages, self._plan.groups
+        assert groups is not None, "there are groups where layers may be offloaded"
+        names = groups.layer_names
+        # The l-th layers of all groups share their pages.
+        self._row_of = {
+            name: row
+            for group_names in (names, *(group.layer_names for group in groups.resident))
+            for row, name in enumerate(group_names)
+        }
+        if kv_caches.keys() != self._row_of.keys():
             raise UnsupportedError(
-                f"{len(names)} layers use {geometry.num_layers} layers' KV caches: "
+                f"{len(kv_caches)} layers use {len(self._row_of)} layers' KV caches: "
                 f"{Part.KV.off_switch}"
             )
-        view = kv_caches[names[0]]
-        if view.stride(0) * view.element_size() != geometry.page_bytes or any(
-            self._layers[name].kv_cache.shape != view.shape for name in names
-        ):
-            raise UnsupportedError(
-                f"KV pages are not contiguous: stride {view.stride(0) * view.element_size()} of "
-                f"{geometry.page_bytes} bytes, shape {tuple(view.shape)}, kernels see "
-                f"{tuple(self._layers[names[0]].kv_cache.shape)}; choose another "
-                "--block-size, or set the environment variable VLLM_KV_CACHE_LAYOUT=LBHNC"
-            )
+        # As the kernels see them: latent attention drops a dimension of the registered views.
+        views = {name: self._layers[name].kv_cache for name in kv_caches}
+        for name, own in views.items():
+            self._check_pages(name, own, num_blocks=len(kv_caches[name]))
+        view = views[names[0]]
         # Only now: "auto" takes up to half of the memory that the near pages have left.
         homes = self._homes = far_homes(self._plan, self._world_size)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
@@ -144,10 +145,23 @@ class TieredWorker:
         if self._is_first and homes.path is not None:
             _warn_if_memory(homes.path, storage_bytes * self._world_size)
         totals.publish("kv", self.total_stats)
-        self._translator = make_translator(
-            self.swapper.table.pages, names, geometry.block_tokens, view.device
+        pages = self.swapper.table.pages
+        self._translator = GroupTranslator(
+            [make_translator(pages, names, geometry.block_tokens, view.device)]
+            + [
+                make_translator(
+                    pages[: len(group.layer_names)],
+                    group.layer_names,
+                    group.block_tokens,
+                    view.device,
+                )
+                for group in groups.resident
+            ]
         )
-        self._pool_view = view.as_strided((near_pages, *view.shape[1:]), view.stride(), 0)
+        self._pool_views = {
+            name: own.as_strided((near_pages, *own.shape[1:]), own.stride(), 0)
+            for name, own in views.items()
+        }
         self._names = names
         self._layer_of = {names[layer]: layer for layer in sorted(self._plan.offloadable_layers)}
         self._waits_here = {
@@ -155,7 +169,20 @@ class TieredWorker:
             for name, layer in self._layer_of.items()
             if not self._wait_before_update(self._layers[name].impl, layer)
         }
+        for name in names:
+            self._hook_direct_calls(name)
         self._bind_views()
+
+    def _check_pages(self, name: str, view: torch.Tensor, *, num_blocks: int) -> None:
+        page_bytes = view.stride(0) * view.element_size()
+        if page_bytes == self._plan.geometry.page_bytes and len(view) == num_blocks:
+            return
+        raise UnsupportedError(
+            f"KV pages of {name} are not contiguous: kernels see {num_blocks} pages of "
+            f"{self._plan.geometry.page_bytes} bytes as {len(view)}, {page_bytes} bytes apart; "
+            "choose another --block-size, or set the environment variable "
+            "VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
 
     def _bind_views(self) -> None:
         """Give every layer the view of the pool that the current layout needs.
@@ -167,13 +194,12 @@ class TieredWorker:
         self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
         self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
-        own_pages = len(self._pool_view) // len(self._names)
-        for layer, name in enumerate(self._names):
-            if self._translates:
-                self._layers[name].kv_cache = self._pool_view
-            else:
-                own = self._pool_view[layer * own_pages : (layer + 1) * own_pages]
-                self._layers[name].kv_cache = own
+        own_pages = self._plan.near_pages // len(self._names)
+        for name, row in self._row_of.items():
+            pool = self._pool_views[name]
+            if not self._translates:
+                pool = pool[row * own_pages : (row + 1) * own_pages]
+            self._layers[name].kv_cache = pool
 
     def stays_as_vllm(self, plan: StepPlan) -> bool:
         """Return whether a step with this plan needs no translation."""
@@ -250,7 +276,7 @@ class TieredWorker:
                     f"{reason}, before its pages are there: {Part.KV.off_switch}"
                 )
             self._step_aside(reason)
-        if self._trace:
+        if self._trace and layer_name in self._names:
             self._traced_wait(self._names.index(layer_name))
         elif layer is not None and is_awaited and waits_here:
             self._wait(layer)
@@ -338,6 +364,21 @@ class TieredWorker:
 
         impl.do_kv_cache_update = do_kv_cache_update
         return True
+
+    def _hook_direct_calls(self, layer_name: str) -> None:
+        """Call the hooks around an attention that vLLM calls without them (MLA on the CPU)."""
+        layer = self._layers[layer_name]
+        if not (getattr(layer, "use_direct_call", False) and hasattr(layer, "forward_impl")):
+            return
+        forward_impl = layer.forward_impl
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            self.wait_layer(layer_name)
+            output = forward_impl(*args, **kwargs)
+            self.layer_done(layer_name)
+            return output
+
+        layer.forward_impl = hooked
 
     def _step_aside(self, reason: str) -> None:
         """State that no layer becomes far; the scheduler learns it from the step's report."""

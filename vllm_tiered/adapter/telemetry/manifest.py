@@ -9,7 +9,6 @@ from vllm_tiered.config import FfnConfig
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
-from vllm_tiered.kv.layout import expansion_of
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.planner.pipeline_time import ExpectedStep
 from vllm_tiered.trial import Measured
@@ -35,7 +34,9 @@ class KvManifest:
         max_expansion: the expansion that may be reached; the same if it is fixed.
         far_layers: the number of far layers (the paper's m) now.
         max_far_layers: the number that may be reached.
-        offloaded_layers: the layers that pass through staging buffers now, ascending.
+        num_layers: layers that may be far: those of full attention.
+        near_only_layers: layers with a window, a chunk or a state, which stay near.
+        offloaded_layers: the layers of the model that pass through staging buffers now, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
         far_bytes: far memory of far pages.
         storage_bytes: bytes of far pages in a file.
@@ -49,6 +50,7 @@ class KvManifest:
     expansion: float
     max_expansion: float
     num_layers: int
+    near_only_layers: int
     far_layers: int
     max_far_layers: int
     offloaded_layers: tuple[int, ...]
@@ -73,12 +75,13 @@ class KvManifest:
             why_not=None if plan.swaps else left.why_not,
             is_supported=left.is_supported,
             policy=plan.config.policy,
-            expansion=expansion_of(geometry.num_layers, order.num_far),
-            max_expansion=expansion_of(geometry.num_layers, plan.max_num_far),
+            expansion=plan.stack.expansion(order.num_far),
+            max_expansion=plan.stack.expansion(plan.max_num_far),
             num_layers=geometry.num_layers,
+            near_only_layers=plan.groups.num_resident_layers if plan.groups else 0,
             far_layers=order.num_far,
             max_far_layers=plan.max_num_far,
-            offloaded_layers=order.offloaded,
+            offloaded_layers=_in_model(plan, order.offloaded),
             staging_buffers=geometry.num_staging_buffers,
             num_blocks=plan.num_blocks - 1,
             block_tokens=geometry.block_tokens,
@@ -105,8 +108,9 @@ class KvManifest:
             far += " as the load asks for it: up to"
         else:
             far = f"{self.far_layers} far, expansion {self.expansion:.2f}:"
+        others = f" beside {self.near_only_layers} that stay near" if self.near_only_layers else ""
         return (
-            f"tiered kv: took over {self.num_layers} layers ({self.policy}), {far} "
+            f"tiered kv: took over {self.num_layers} layers{others} ({self.policy}), {far} "
             f"{self.num_blocks} blocks of "
             f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near memory, "
             f"{format_bytes(self.far_bytes)} far memory{self._storage()} per rank"
@@ -118,6 +122,14 @@ class KvManifest:
         if self.tier == "storage":
             return " (kv.far_gib holds all far pages: no file in kv.path)"
         return ""
+
+
+def _in_model(plan: KvPlan, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the places in the model of layers that may be far."""
+    if plan.groups is None:
+        return layers
+    indices = plan.groups.layer_indices
+    return tuple(indices[layer] for layer in layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

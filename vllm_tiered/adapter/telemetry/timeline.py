@@ -14,7 +14,6 @@ from vllm_tiered.adapter.telemetry import energy, manifest
 from vllm_tiered.adapter.telemetry.manifest import KvManifest
 from vllm_tiered.config import ReportConfig
 from vllm_tiered.kv.block_limit import ElasticBlocks
-from vllm_tiered.kv.layout import expansion_of
 from vllm_tiered.report.records import Header, Machine, StepSample
 from vllm_tiered.report.writer import TimelineWriter
 
@@ -77,7 +76,7 @@ class Timeline:
                 joules=report.joules,
                 assumed_joules=report.assumed_joules,
                 far_layers=far_layers,
-                expansion=expansion_of(self._plan.geometry.num_layers, far_layers),
+                expansion=self._plan.stack.expansion(far_layers),
                 released_blocks=elastic.released_blocks,
                 reserved_blocks=max(0, at_level - elastic.released_blocks),
                 used_blocks=step.used_blocks,

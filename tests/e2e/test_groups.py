@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with layers of several kinds: full attention is swapped, the other layers stay near."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.faults import flipping_device, poison_freed_pages, walk
+from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from vllm_tiered.adapter.kv import group_translation, worker
+from vllm_tiered.adapter.kv import resident_groups as hooks
+from vllm_tiered.kv.near_pages import NearPages
+
+MIB = 1 << 20
+PROMPTS = random_prompts(10, longest=200)
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 96, "max_model_len": 320}
+FULL_LAYERS = {"gpt_oss": 2, "gemma3": 3, "llama4": 2}
+TIGHT = {"gpt_oss": 3 * MIB, "gemma3": 6 * MIB, "llama4": 4 * MIB}
+"""Near bytes with which requests wait or are preempted."""
+
+
+def tight(model: str) -> dict[str, Any]:
+    return OPTIONS | {"kv_cache_memory_bytes": TIGHT[model]}
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("model", "far_layers"), [(m, n) for m, n in FULL_LAYERS.items()])
+def test_all_layers_of_full_attention_far(model, far_layers, caching, force_far_layers) -> None:
+    force_far_layers(far_layers)
+    result = run(model, PROMPTS, {}, enable_prefix_caching=caching, max_tokens=60, **tight(model))
+    assert result.tokens == vllm_tokens(model, PROMPTS, max_tokens=60)
+    assert result.manifest["kv"]["far_layers"] == far_layers
+    assert result.metrics["tiered_kv_read_bytes"] > 0 < result.metrics["num_preemptions"]
+
+
+@pytest.mark.parametrize("policy", ["interleave", "on_demand"])
+@pytest.mark.parametrize("far_layers", [0, 1, 2])
+def test_some_layers_far(far_layers, policy, force_far_layers) -> None:
+    force_far_layers(far_layers)
+    result = run("gemma3", PROMPTS, {"policy": policy}, **tight("gemma3"))
+    assert result.tokens == vllm_tokens("gemma3", PROMPTS)
+    assert result.manifest["kv"]["far_layers"] == far_layers
+
+
+def test_the_layers_between_spare_a_staging_buffer() -> None:
+    """Three far layers and one buffer hold three times the blocks."""
+    result = run("gemma3", PROMPTS[:2], {"expansion": 3.0}, **OPTIONS)
+    kv = result.manifest["kv"]
+    assert (kv["num_layers"], kv["staging_buffers"], kv["expansion"]) == (3, 1, 3.0)
+    assert kv["offloaded_layers"] == [2, 5, 8]
+    assert kv["near_only_layers"] == 6
+
+
+@pytest.mark.parametrize("model", FULL_LAYERS)
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_walk_over_all_levels(model, delays, monkeypatch) -> None:
+    """With delays, copies are late, and pages hold poison until they arrive and once freed."""
+    walk(monkeypatch, seed=3, steps_per_level=2)
+    poison_freed_pages(monkeypatch)
+    if delays:
+        monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-3))
+    options = tight(model) | {"enable_prefix_caching": True}
+    with engine(model, {}, **options) as llm:
+        first = generate(llm, PROMPTS, 60)
+        second = generate(llm, PROMPTS, 60)
+        assert metric("tiered_kv_level_changes") > 5
+        assert metric("tiered_kv_read_bytes") > 0
+    assert first == second == vllm_tokens(model, PROMPTS, max_tokens=60)
+
+
+@pytest.mark.parametrize("model", FULL_LAYERS)
+def test_grows_when_requests_wait(model) -> None:
+    with engine(model, {}, **tight(model)) as llm:
+        tokens = generate(llm, PROMPTS, 60)
+        assert metric("tiered_kv_level_changes") >= 1
+        assert metric("tiered_kv_read_bytes") > 0
+    assert tokens == vllm_tokens(model, PROMPTS, max_tokens=60)
+
+
+def test_prefix_hits_are_vllms_own(force_far_layers) -> None:
+    """With room for it, the blocks of windows stay cached; a hit needs the windows of its end."""
+    prompts = [[*PROMPTS[0], *[prompt[0]] * 96, *prompt[1:40]] for prompt in PROMPTS[:4]]
+    prompts = [prompt[:200] for prompt in prompts]
+    options = OPTIONS | {"enable_prefix_caching": True}
+
+    def hits_and_tokens(kv: dict[str, Any] | None) -> tuple[float, Any]:
+        with engine("gemma3", kv, **options) as llm:
+            tokens = [generate(llm, prompts) for _ in range(2)]
+            return metric("prefix_cache_hits"), tokens
+
+    want = vllm_tokens("gemma3", prompts)
+    vllm_hits, _ = hits_and_tokens(None)
+    force_far_layers(3)
+    hits, tokens = hits_and_tokens({})
+    assert tokens == [want, want]
+    assert hits == vllm_hits > 0
+
+
+def test_cached_windows_give_way_to_running_requests(force_far_layers, monkeypatch) -> None:
+    dropped: list[int] = []
+    drop_oldest = hooks.ResidentBlocks.drop_oldest
+
+    def counted(self, count, keep):
+        dropped.append(count)
+        return drop_oldest(self, count, keep)
+
+    monkeypatch.setattr(hooks.ResidentBlocks, "drop_oldest", counted)
+    force_far_layers(3)
+    options = tight("gemma3") | {"enable_prefix_caching": True}
+    with engine("gemma3", {}, **options) as llm:
+        tokens = [generate(llm, PROMPTS) for _ in range(3)]
+        assert llm.reset_prefix_cache()
+        tokens.append(generate(llm, PROMPTS))
+        held = metric("tiered_kv_blocks_released") + metric("tiered_kv_blocks_reserved")
+        assert held == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+    assert sum(dropped) > 0
+    assert tokens == [vllm_tokens("gemma3", PROMPTS)] * 4
+
+
+def test_a_flipped_bit_in_far_memory(monkeypatch) -> None:
+    """Blocks of windows that were computed from the damaged page leave the cache too."""
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device({150}))
+    options = tight("gemma3") | {"enable_prefix_caching": True}
+    with engine("gemma3", {"expansion": 3.0, "verify": "full"}, **options) as llm:
+        tokens = generate(llm, PROMPTS)
+        assert metric("tiered_kv_recomputed_requests") >= 1
+        again = generate(llm, PROMPTS)
+    assert tokens == again == vllm_tokens("gemma3", PROMPTS)
+
+
+# What the tests above protect, damaged: each must change the tokens.
+
+
+def _only_the_first_group(monkeypatch) -> None:
+    translate = group_translation.GroupTranslator.translate
+
+    def first(self, forward_context, *, keeps_pages=False) -> None:
+        self._translators = self._translators[:1]
+        translate(self, forward_context, keeps_pages=keeps_pages)
+
+    monkeypatch.setattr(group_translation.GroupTranslator, "translate", first)
+
+
+def _no_pages_for_windows(monkeypatch) -> None:
+    def none(self, block_ids) -> float:
+        return 0.0
+
+    monkeypatch.setattr(NearPages, "alloc_partial", none)
+    monkeypatch.setattr(NearPages, "free_partial", lambda self, block_ids: None)
+
+
+def _windows_lose_their_pages_early(monkeypatch) -> None:
+    free_partial = NearPages.free_partial
+
+    def free(self, block_ids) -> None:
+        free_partial(self, block_ids)
+        if len(self.partial) > 20:
+            free_partial(self, np.array(sorted(self.partial)[:1], dtype=np.int64))
+
+    monkeypatch.setattr(NearPages, "free_partial", free)
+
+
+@pytest.mark.parametrize(
+    "damage", [_only_the_first_group, _no_pages_for_windows, _windows_lose_their_pages_early]
+)
+def test_these_tests_notice_damage(damage, force_far_layers, monkeypatch) -> None:
+    force_far_layers(3)
+    poison_freed_pages(monkeypatch)
+    damage(monkeypatch)
+    try:
+        result = run("gemma3", PROMPTS, {}, **tight("gemma3"))
+    except Exception:  # an integrity check may notice it first
+        return
+    assert result.tokens != vllm_tokens("gemma3", PROMPTS)

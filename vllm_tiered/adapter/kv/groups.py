@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of layers that share KV blocks: which may be offloaded, and which stay near.
+
+vLLM puts the layers of a hybrid model into groups, each with its own block table. The l-th layers
+of all groups share their pages, and a block belongs to one group at a time. The group of full
+attention is *offloadable*. The others keep a window, a chunk or a state, and are *resident*.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from vllm_tiered.kv.layout import SPACED_STAGING_BUFFERS, STAGING_BUFFERS, LayerStack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentGroup:
+    """A group of layers that stay near.
+
+    Attributes:
+        index: the group's index in vLLM.
+        layer_names: vLLM's names, in the order of computation.
+        block_tokens: tokens a block holds.
+        most_blocks: the most blocks that one request holds.
+    """
+
+    index: int
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    most_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvGroups:
+    """The groups of a model.
+
+    Attributes:
+        index: vLLM's index of the offloadable group.
+        layer_names: names of its layers, in the order of computation.
+        resident: the other groups.
+    """
+
+    index: int
+    layer_names: tuple[str, ...]
+    resident: tuple[ResidentGroup, ...] = ()
+
+    @property
+    def layer_indices(self) -> tuple[int, ...]:
+        """The offloadable layers' places in the model."""
+        return tuple(_layer_index(name) for name in self.layer_names)
+
+    @property
+    def num_resident_layers(self) -> int:
+        """Layers of the resident groups."""
+        return sum(len(group.layer_names) for group in self.resident)
+
+    @property
+    def stack(self) -> LayerStack:
+        """The layers that may be offloaded, and what lies between them."""
+        indices = self.layer_indices
+        is_spaced = min((later - earlier for earlier, later in pairwise(indices)), default=1) > 1
+        return LayerStack(
+            num_layers=len(indices),
+            staging_buffers=SPACED_STAGING_BUFFERS if is_spaced else STAGING_BUFFERS,
+            hides_first_read=indices[0] > 0,
+        )
+
+    def resident_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks of resident groups that a request of so many tokens holds."""
+        return sum(
+            min(group.most_blocks, -(-num_tokens // group.block_tokens) + 1)
+            for group in self.resident
+        )
+
+
+def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
+    """Return the groups of vLLM's ``KVCacheGroupSpec`` objects; no obstacle was found in them."""
+    index = next(at for at, group in enumerate(kv_cache_groups) if _is_offloadable(group))
+    return KvGroups(
+        index=index,
+        layer_names=_sorted_names(kv_cache_groups[index]),
+        resident=tuple(
+            ResidentGroup(
+                index=at,
+                layer_names=_sorted_names(group),
+                block_tokens=group.kv_cache_spec.block_size,
+                most_blocks=-(
+                    -group.kv_cache_spec.max_memory_usage_bytes(vllm_config)
+                    // group.kv_cache_spec.page_size_bytes
+                ),
+            )
+            for at, group in enumerate(kv_cache_groups)
+            if at != index
+        ),
+    )
+
+
+def find_group_obstacle(kv_cache_groups: Sequence[Any]) -> str | None:
+    """Return why a model with these groups cannot be swapped; None if it can."""
+    offloadable = [group for group in kv_cache_groups if _is_offloadable(group)]
+    if len(offloadable) != 1:
+        return f"vLLM keeps the layers of full attention in {len(offloadable)} groups, not in one"
+    most = max(len(group.layer_names) for group in kv_cache_groups)
+    if len(offloadable[0].layer_names) != most:
+        return (
+            f"the model has fewer layers of full attention ({len(offloadable[0].layer_names)}) "
+            f"than another group has layers ({most})"
+        )
+    return None
+
+
+def is_full_attention(spec: Any) -> bool:
+    """Return whether layers of this spec, of full or latent attention, may be offloaded."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if type(spec) is FullAttentionSpec:
+        return spec.sliding_window is None and spec.attention_chunk_size is None
+    # Others of this class keep compressed states or the indices of sparse attention.
+    return (
+        type(spec) is MLAAttentionSpec and spec.tokens_per_state == 1 and spec.model_version is None
+    )
+
+
+def stays_near(spec: Any) -> bool:
+    """Return whether layers of this spec can form a resident group."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+    return type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def _is_offloadable(group: Any) -> bool:
+    return is_full_attention(group.kv_cache_spec)
+
+
+def _sorted_names(group: Any) -> tuple[str, ...]:
+    return tuple(sorted(group.layer_names, key=_layer_index))
+
+
+def _layer_index(name: str) -> int:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(name))

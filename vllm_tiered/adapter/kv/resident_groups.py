@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks in vLLM's KV cache manager that follow the blocks of resident groups.
+
+vLLM has one block pool for all groups, which does not know the group of a block. But each group has
+a manager of its own. So a resident group's manager gets the pool through a view that records which
+blocks it allocates, and the pool itself is watched for blocks that are freed, hit or reused.
+
+A block of a resident group costs pages in offloaded layers in addition. vLLM asks the coordinator
+how many blocks an allocation takes; the answer is raised by the blocks that must be reserved for
+those pages.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_tiered.kv.admission import LeftOver
+from vllm_tiered.kv.resident_blocks import ResidentBlocks
+
+
+class ResidentGroupHooks:
+    """Hooks in one engine's KV cache manager.
+
+    Args:
+        kv_cache_manager: vLLM's manager.
+        indices: vLLM's indices of the resident groups.
+        blocks: the tracker, which the hooks call.
+    """
+
+    def __init__(
+        self, kv_cache_manager: Any, indices: Iterable[int], blocks: ResidentBlocks
+    ) -> None:
+        self._blocks = blocks
+        self._num_asked = 0  # blocks that resident groups ask for in one allocation
+        self._left_over: LeftOver | None = None
+        coordinator = kv_cache_manager.coordinator
+        pool = coordinator.block_pool
+        for index in indices:
+            manager = coordinator.single_type_managers[index]
+            manager.block_pool = _GroupView(pool, blocks)
+            manager.get_num_blocks_to_allocate = self._counted(manager.get_num_blocks_to_allocate)
+        coordinator.get_num_blocks_to_allocate = self._with_reserve(
+            coordinator.get_num_blocks_to_allocate
+        )
+        self._watch(pool)
+
+    @contextmanager
+    def leaving_over(self, left_over: LeftOver) -> Iterator[None]:
+        """Add to the needed blocks of allocations what must be left over beside them.
+
+        The number for no block of a resident group is left out: vLLM is told that one directly.
+        """
+        self._left_over = left_over
+        try:
+            yield
+        finally:
+            self._left_over = None
+
+    def _counted(self, get_num_blocks: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(get_num_blocks)
+        def counted(*args: Any, **kwargs: Any) -> int:
+            count = get_num_blocks(*args, **kwargs)
+            self._num_asked += count
+            return count
+
+        return counted
+
+    def _with_reserve(self, get_num_blocks: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(get_num_blocks)
+        def with_reserve(*args: Any, **kwargs: Any) -> int:
+            self._num_asked = 0
+            count = get_num_blocks(*args, **kwargs)
+            if self._left_over is None or not self._num_asked:
+                return count
+            return count + self._left_over(self._num_asked) - self._left_over(0)
+
+        return with_reserve
+
+    def _watch(self, pool: Any) -> None:
+        """Record what happens to blocks of resident groups, whoever calls the pool."""
+        blocks = self._blocks
+        get_new, touch, free = pool.get_new_blocks, pool.touch, pool.free_blocks
+
+        @functools.wraps(get_new)
+        def get_new_blocks(num_blocks: int) -> Any:
+            new = get_new(num_blocks)
+            blocks.drop(block.block_id for block in new)
+            return new
+
+        @functools.wraps(touch)
+        def touch_blocks(hit: Sequence[Any]) -> None:
+            blocks.hold([block.block_id for block in hit if block.block_id in blocks])
+            touch(hit)
+
+        @functools.wraps(free)
+        def free_blocks(ordered_blocks: Iterable[Any]) -> None:
+            freed = list(ordered_blocks)
+            free(freed)
+            for block in freed:
+                if block.ref_cnt or block.block_id not in blocks:
+                    continue
+                if pool.enable_caching and block.block_hash is not None:
+                    blocks.cache(block.block_id)
+                else:
+                    blocks.drop((block.block_id,))
+
+        pool.get_new_blocks = get_new_blocks
+        pool.touch = touch_blocks
+        pool.free_blocks = free_blocks
+
+
+class _GroupView:
+    """vLLM's block pool as the manager of a resident group sees it."""
+
+    def __init__(self, pool: Any, blocks: ResidentBlocks) -> None:
+        self._pool = pool
+        self._blocks = blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def get_new_blocks(self, num_blocks: int) -> Any:
+        new = self._pool.get_new_blocks(num_blocks)
+        self._blocks.hold(block.block_id for block in new)
+        return new
