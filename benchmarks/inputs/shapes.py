@@ -24,6 +24,9 @@
 | gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
 | llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
+| lfm2   | 6      | GQA, 4 heads on 2, in every third layer | short convolutions in the others |
+| nemotron_h | 6  | GQA, 4 heads on 2, in every third layer | Mamba, and layers of FFN alone |
+| qwen3_next | 8  | GQA, 4 heads on 2, in every fourth layer | gated delta nets; 8 experts |
 | deep   | 30     | GQA, 6 heads on 3               | the demo model's KV, a tenth of its work |
 
 Head size 64 (qwen3: 128), hidden size 256 (deep: 192), stored in bfloat16 (load them with
@@ -255,6 +258,53 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_expand": 2,
         "mamba_chunk_size": 64,
+    },
+    "lfm2": {
+        **_COMMON,
+        "model_type": "lfm2",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "block_ff_dim": 512,
+        "conv_L_cache": 3,
+        "block_dim": 256,
+        "conv_dim": 256,
+        "conv_dim_out": 256,
+        "conv_use_xavier_init": True,
+        "layer_types": ["conv", "conv", "full_attention"] * 2,
+    },
+    "nemotron_h": {
+        **_COMMON,
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "hybrid_override_pattern": "M*-M*-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+    "qwen3_next": {
+        **_COMMON,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "mlp_only_layers": [],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
     },
     "deep": {
         **_LLAMA,

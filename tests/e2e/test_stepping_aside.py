@@ -31,7 +31,6 @@ def other_backend(monkeypatch) -> str:
 # By name: the model or the fixture that makes it, and a part of the reason.
 MODELS = {
     "windows": ("windowed", "no layer has full attention"),
-    "mamba": ("granite_hybrid", "attention mixed with Mamba"),
     "shared": ("sharing", "share another layer's KV cache"),
     "other_backend": ("other_backend", "attention backend CPU_ATTN"),
 }

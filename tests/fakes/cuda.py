@@ -25,6 +25,7 @@ import torch
 
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.runtime import Runtime
+from vllm_tiered.devices.pages import PageBuffer, PageIds
 
 POISON = -1  # all bits set: a NaN, and no test stores it
 
@@ -296,6 +297,14 @@ class SimulatedCudaDevice(CudaDevice):
 
     def compute(self, kernel: Callable[[], None]) -> None:
         self.cuda.compute(kernel)
+
+    def move_pages(self, buffer: PageBuffer, src: PageIds, dst: PageIds) -> None:
+        move = super().move_pages
+        self.compute(lambda: move(buffer, src, dst))
+
+    def clear_pages(self, buffer: PageBuffer, pages: PageIds) -> None:
+        clear = super().clear_pages
+        self.compute(lambda: clear(buffer, pages))
 
 
 class HeldCompute(SimulatedCudaDevice):

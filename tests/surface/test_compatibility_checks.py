@@ -388,7 +388,6 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
-    "hybrid_attention": ({"is_hybrid": True}, None, "org/model (attention mixed with Mamba"),
     "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
     "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
 }

@@ -42,10 +42,16 @@ def test_layers_of_two_sizes():
 
 
 def test_plans_whose_pages_do_not_follow_one_another():
-    def plan(block_stride, num_tensors=1):
+    def plan(block_stride, num_tensors=1, *, is_mixed=False):
         tensors = [SimpleNamespace(block_stride=block_stride)] * num_tensors
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
-        return [SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=tensors)]
+        return [
+            SimpleNamespace(
+                kv_cache_groups=[group],
+                kv_cache_tensors=tensors,
+                has_mixed_precision_kv_cache=is_mixed,
+            )
+        ]
 
     def obstacle(configs, own=None):
         return obstacles.find_plan_obstacle(configs, [{"layers.0": own or spec}]) or ""
@@ -56,6 +62,7 @@ def test_plans_whose_pages_do_not_follow_one_another():
     apart = obstacle(plan(4 * page_bytes))
     assert f"pages of {page_bytes} bytes lie {4 * page_bytes} bytes apart" in apart
     assert "in 2 allocations" in obstacle(plan(page_bytes, 2))
+    assert "in another precision" in obstacle(plan(page_bytes, is_mixed=True))
     smaller = full_attention(block_tokens=32)
     assert "made the blocks of some layers larger" in obstacle(plan(page_bytes), own=smaller)
 

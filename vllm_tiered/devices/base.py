@@ -126,6 +126,15 @@ class Device(ABC):
             IntegrityError: a page id is out of range, or the lists differ in length.
         """
 
+    def move_pages(self, buffer: PageBuffer, src: PageIds, dst: PageIds) -> None:
+        """Copy near pages ``src[i]`` to ``dst[i]`` as a part of compute, in its order."""
+        data = buffer.data
+        data[torch.from_numpy(dst)] = data[torch.from_numpy(src)]
+
+    def clear_pages(self, buffer: PageBuffer, pages: PageIds) -> None:
+        """Fill near pages with zeros as a part of compute, in its order."""
+        buffer.data[torch.from_numpy(pages)] = 0
+
     @abstractmethod
     def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
         """Queue a prepared copy to run when ``after`` are done; it may be queued again later.

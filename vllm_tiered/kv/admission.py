@@ -187,9 +187,20 @@ class Admission:
         left_over: LeftOver,
         hits: Container[int],
     ) -> Allocated | None:
-        """Allocate; if that fails, let cached blocks of resident groups give way step by step."""
-        resident = self.elastic.resident
-        while (allocated := allocate(left_over)) is None and resident.num_cached:
+        """Allocate; if that fails, let cached blocks of resident groups give way step by step.
+
+        An engine that asks for more blocks than there are wants to allocate in a later step.
+        """
+        resident, asked = self.elastic.resident, 0
+
+        def asking(new_resident: int) -> int:
+            nonlocal asked
+            asked = max(asked, new_resident)
+            return left_over(new_resident)
+
+        while (allocated := allocate(asking)) is None and resident.num_cached:
+            if asked > self.elastic.usable_blocks:
+                return None
             dropped = resident.drop_oldest(1 + resident.num_cached // 4, hits)
             if not dropped:
                 return None

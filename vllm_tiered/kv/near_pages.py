@@ -5,10 +5,12 @@ Methods that allocate pages which compute writes return the seconds for which co
 copies had drained those pages.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vllm_tiered.devices.base import Device
-from vllm_tiered.devices.pages import PageIds
+from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
@@ -22,22 +24,28 @@ class NearPages:
     Args:
         pool: the near tier's pages and their owners.
         table: the mapping table, which this class updates.
-        device: waits for copies.
+        near: the near tier's pages themselves.
+        device: waits for copies, and moves pages as a part of compute.
 
     Attributes:
         released: blocks that the engine may use; each has a page in every resident layer.
         partial: resident partial blocks and blocks of resident groups; each also has a page in
             every offloaded layer.
+        columns: the columns of state blocks, by block id.
         is_laid_out_as_vllm: block b of layer l is page ``l * (P / n) + b``, as in vLLM's own
             layout.
     """
 
-    def __init__(self, pool: PagePool, table: MappingTable, device: Device) -> None:
+    def __init__(
+        self, pool: PagePool, table: MappingTable, near: PageBuffer, device: Device
+    ) -> None:
         self.released: set[int] = set()
         self.partial: set[int] = set()
+        self.columns: dict[int, int] = {}
         self.is_laid_out_as_vllm = False
         self._pool = pool
         self._table = table
+        self._near = near
         self._device = device
 
     @property
@@ -90,6 +98,76 @@ class NearPages:
             self._pool.free(pages, Owner.PARTIAL)
         self.partial.difference_update(block_ids.tolist())
 
+    def alloc_states(
+        self, block_ids: BlockIds, columns: BlockIds, end_copies: Callable[[], float]
+    ) -> float:
+        """Give state blocks the pages of their columns, in every layer.
+
+        Whatever is there is moved. No staging buffer may be open.
+
+        Args:
+            end_copies: stalls compute until no copy reads or writes a near page, and returns the
+                seconds.
+        """
+        if not len(block_ids):
+            return 0.0
+        self.columns.update(zip(block_ids.tolist(), columns.tolist(), strict=True))
+        self.partial.update(block_ids.tolist())
+        if self.is_laid_out_as_vllm and np.array_equal(block_ids, columns):
+            return 0.0
+        self.is_laid_out_as_vllm = False
+        self._pool.free(self._table.resident_pages(block_ids), Owner.RESIDENT)
+        wanted = self._column_pages(columns)
+        seconds = self._vacate(wanted.ravel(), end_copies)
+        for layers, owner in (
+            (self._order.resident, Owner.RESIDENT),
+            (self._order.offloaded, Owner.PARTIAL),
+        ):
+            if layers:
+                self._pool.claim(wanted[list(layers)].ravel(), owner)
+        self._table.pages[:, block_ids] = wanted
+        return seconds
+
+    def free_states(self, block_ids: BlockIds) -> None:
+        """Clear the pages of state blocks, and free those in offloaded layers.
+
+        A recurrent state may look like NaN to attention, which reads slots of a page that nothing
+        was written to, with weight 0.
+        """
+        if not len(block_ids):
+            return
+        pages = self._table.pages[:, block_ids].astype(np.int64).ravel()
+        self._device.clear_pages(self._near, pages)
+        for block_id in block_ids.tolist():
+            del self.columns[block_id]
+        self.free_partial(block_ids)
+
+    def _column_pages(self, columns: BlockIds) -> PageIds:
+        """Return the pages of columns [layers, columns]."""
+        rows = np.arange(len(self._table.rows), dtype=np.int64)[:, None]
+        return rows * (self._pool.num_pages // len(rows)) + columns
+
+    def _vacate(self, wanted: PageIds, end_copies: Callable[[], float]) -> float:
+        """Make pages free for compute to write to; move the blocks' pages among them."""
+        owners = self._pool.owners(wanted)
+        available = np.isin(owners, (int(Owner.FREE), int(Owner.DRAINING)))
+        # They are held meanwhile, so that the other blocks do not move there.
+        drained = self._pool.claim_available(wanted[available], Owner.STAGING)
+        seconds = sum(self._device.wait(event) for event in drained)
+        if not available.all():
+            seconds += end_copies()
+            moved_to = np.arange(self._pool.num_pages, dtype=np.int32)
+            for owner in (Owner.RESIDENT, Owner.PARTIAL):
+                src = wanted[owners == int(owner)]
+                dst, stalled = self._allocate(len(src), owner)
+                seconds += stalled
+                self._device.move_pages(self._near, src, dst)
+                self._pool.transfer(src, owner, Owner.STAGING)
+                moved_to[src] = dst
+            self._table.pages[:] = moved_to[self._table.pages]
+        self._pool.free(wanted, Owner.STAGING)
+        return seconds
+
     def check_integrity(self, staging_pages: PageIds) -> None:
         """Check that pages are conserved, and that no page belongs to two blocks or layers.
 
@@ -110,6 +188,10 @@ class NearPages:
         held.append(self._table.offloaded_pages(np.fromiter(self.partial, np.int64)).ravel())
         held.append(staging_pages.ravel())
         all_pages = np.concatenate(held)
+        for block_id, column in self.columns.items():
+            own = self._column_pages(np.array([column])).ravel()
+            if not np.array_equal(self._table.pages[:, block_id], own):
+                raise IntegrityError(f"state block {block_id} is not in its column {column}")
         if len(np.unique(all_pages)) != len(all_pages):
             raise IntegrityError("a page stands for two blocks or layers")
 

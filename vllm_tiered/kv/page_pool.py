@@ -5,6 +5,7 @@ from collections import deque
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered.devices.base import Event
 from vllm_tiered.devices.pages import PageIds
@@ -81,6 +82,27 @@ class PagePool:
         self._owner[pages] = int(owner)
         self.num_available -= num_pages
         return pages, after
+
+    def owners(self, pages: PageIds) -> npt.NDArray[np.int8]:
+        """Return the :class:`Owner` of each page, as its number."""
+        return self._owner[pages]
+
+    def claim_available(self, pages: PageIds, owner: Owner) -> tuple[Event, ...]:
+        """Allocate exactly these free or draining pages.
+
+        Returns:
+            The events that must be done before anything is written to them.
+
+        Raises:
+            IntegrityError: one of them is neither free nor draining.
+        """
+        self.settle()
+        if not np.isin(self._owner[pages], [int(kind) for kind in _AVAILABLE]).all():
+            raise IntegrityError(f"pages {pages.tolist()} are not all available")
+        after = self._hand_over(pages, len(self._draining))
+        self._owner[pages] = int(owner)
+        self.num_available -= len(pages)
+        return after
 
     def claim(self, pages: PageIds, owner: Owner) -> None:
         """Allocate exactly these free pages.

@@ -51,7 +51,7 @@ class Relocator:
     def begin_step(self, plan: StepPlan) -> None:
         """Mark the blocks as empty that the step writes from their start, or that are reserved."""
         self._settle(becomes_far=bool(plan.num_far))
-        for block_ids in (plan.store_new, plan.alloc_partial, plan.reserved):
+        for block_ids in (plan.store_new, plan.alloc_partial, plan.alloc_state, plan.reserved):
             if len(block_ids):
                 self._holds[block_ids] = False
                 self._is_far[block_ids] = False
@@ -125,6 +125,10 @@ class Relocator:
         event = self.returning.pop(layer, None)
         return 0.0 if event is None else self._far.wait(event)
 
+    def end_reads(self) -> float:
+        """Stall compute until all returning layers are near; return the seconds of stall."""
+        return sum(self.wait(layer) for layer in list(self.returning))
+
     def _write_out_all(self) -> None:
         copies = [copy for _ in range(len(self.leaving)) for copy in self.write_out_one()]
         if copies:
@@ -138,8 +142,7 @@ class Relocator:
         Args:
             becomes_far: the next step has offloaded layers, which may just have been written out.
         """
-        for layer in list(self.returning):
-            self.wait(layer)
+        self.end_reads()
         self.leaving = []
         is_near = not (self._is_idle or becomes_far or self._table.order.offloaded)
         if is_near and self._far.is_quiet:

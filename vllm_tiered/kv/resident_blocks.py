@@ -4,20 +4,52 @@
 A resident group keeps a sliding window, an attention chunk or a recurrent state. Its blocks are
 near in every layer, for as long as a request holds them. A block that was freed, and that the
 engine's prefix cache still knows, keeps its pages too: a later request may hit it. These cached
-blocks give way, oldest first, when a request would not get its blocks otherwise.
+blocks give way, oldest first, when a request would not get its blocks otherwise. Blocks of
+recurrent states, *state blocks*, lie in columns (``state_columns.py``); the others are called
+*window blocks*.
 """
 
 from collections.abc import Container, Iterable
 from itertools import islice
+from typing import NamedTuple
+
+from vllm_tiered.kv.state_columns import StateColumns
+
+
+class ResidentChanges(NamedTuple):
+    """Blocks of resident groups that get or lose their pages in a step; ids ascend.
+
+    Attributes:
+        new: window blocks that need pages.
+        lost: window blocks that do not need them any more.
+        new_states: state blocks that need pages.
+        columns: their columns.
+        lost_states: state blocks that do not need them any more.
+    """
+
+    new: list[int]
+    lost: list[int]
+    new_states: list[int]
+    columns: list[int]
+    lost_states: list[int]
+
+
+NO_CHANGES = ResidentChanges([], [], [], [], [])
 
 
 class ResidentBlocks:
-    """Tracker of the blocks of resident groups, in the scheduler."""
+    """Tracker of the blocks of resident groups, in the scheduler.
+
+    Attributes:
+        columns: the columns of state blocks; None without recurrent groups.
+    """
 
     def __init__(self) -> None:
+        self.columns: StateColumns | None = None
+        self._states: set[int] = set()  # of the blocks below, those of recurrent states
         self._held: set[int] = set()
         self._cached: dict[int, None] = {}  # in the order of being freed
-        self._announced: set[int] = set()  # blocks that have pages in the workers
+        self._announced: dict[int, bool] = {}  # blocks that workers know, and if they are states
         self._touched: set[int] = set()  # blocks that may have changed since the last announcement
         self._num_charged = 0
 
@@ -62,12 +94,18 @@ class ResidentBlocks:
         return bool(self._touched)
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Record that a request got these blocks, new ones or cached ones."""
+        """Record that a request holds these blocks, which are here already or of a window."""
         for block_id in block_ids:
             self._cached.pop(block_id, None)
             self._held.add(block_id)
             self._touched.add(block_id)
         self._num_charged = max(self._num_charged, self._num_blocks)
+
+    def hold_states(self, block_ids: Iterable[int]) -> None:
+        """Record that a request got these new blocks for recurrent states."""
+        states = list(block_ids)
+        self._states.update(states)
+        self.hold(states)
 
     def cache(self, block_id: int) -> None:
         """Record that no request holds the block any more, but the prefix cache knows it."""
@@ -80,6 +118,7 @@ class ResidentBlocks:
             if block_id in self:
                 self._held.discard(block_id)
                 self._cached.pop(block_id, None)
+                self._states.discard(block_id)
                 self._touched.add(block_id)
 
     def drop_all(self) -> None:
@@ -103,21 +142,30 @@ class ResidentBlocks:
         if not (slack and self._held) or self._num_charged - count > 8 + count // 4:
             self._num_charged = count
 
-    def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the ids of blocks that need pages and of those that lost them since the last call.
+    def take_changes(self) -> ResidentChanges:
+        """Return what has changed since the last call, and assign columns to new state blocks.
 
-        Both are ascending. A block that was lost and has come back is in neither: it keeps its
-        pages.
+        A block that was lost and has come back as the same kind is not in it: it keeps its pages.
         """
-        new: list[int] = []
-        lost: list[int] = []
+        if not self._touched:
+            return NO_CHANGES
+        changes = ResidentChanges([], [], [], [], [])
         for block_id in sorted(self._touched):
-            has_pages, had_pages = block_id in self, block_id in self._announced
-            if has_pages and not had_pages:
-                new.append(block_id)
-            elif had_pages and not has_pages:
-                lost.append(block_id)
-        self._announced.update(new)
-        self._announced.difference_update(lost)
+            is_here, is_state = block_id in self, block_id in self._states
+            was_state = self._announced.get(block_id)
+            if is_here and was_state is is_state:
+                continue
+            if was_state is not None:
+                del self._announced[block_id]
+                (changes.lost_states if was_state else changes.lost).append(block_id)
+                if was_state and self.columns:
+                    self.columns.release(block_id)
+            if is_here:
+                self._announced[block_id] = is_state
+                (changes.new_states if is_state else changes.new).append(block_id)
         self._touched.clear()
-        return new, lost
+        # Only now, so that columns that were released in this step can be assigned.
+        for block_id in changes.new_states:
+            assert self.columns is not None, "state blocks need columns"
+            changes.columns.append(self.columns.assign(block_id))
+        return changes

@@ -63,7 +63,13 @@ class Staging:
 
     def fits(self, plan: StepPlan) -> bool:
         """Return whether the open buffers fit this step, and no more could be opened."""
-        others = (plan.store_new, plan.alloc_partial, plan.released, plan.reserved)
+        others = (
+            plan.store_new,
+            plan.alloc_partial,
+            plan.alloc_state,
+            plan.released,
+            plan.reserved,
+        )
         return (
             self.num_buffers > 0
             and not any(map(len, others))

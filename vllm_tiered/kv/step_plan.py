@@ -74,6 +74,9 @@ class StepPlan:
             resident groups that nothing uses any more. A block may be freed and allocated in one
             step, in this order.
         evict_partial: resident partial blocks to write to the far tier before this step.
+        alloc_state: blocks that recurrent states get.
+        state_columns: the columns of near pages in which they lie (``state_columns.py``).
+        free_state: blocks whose recurrent states are not needed any more.
         released: blocks that the engine may use from this step on.
         reserved: blocks that the engine may not use from this step on.
         num_far: offloaded layers from this step on; None if their number never changes.
@@ -88,6 +91,9 @@ class StepPlan:
     store_partial: BlockIds = field(default_factory=_no_blocks)
     free_partial: BlockIds = field(default_factory=_no_blocks)
     evict_partial: BlockIds = field(default_factory=_no_blocks)
+    alloc_state: BlockIds = field(default_factory=_no_blocks)
+    state_columns: BlockIds = field(default_factory=_no_blocks)
+    free_state: BlockIds = field(default_factory=_no_blocks)
     released: BlockIds = field(default_factory=_no_blocks)
     reserved: BlockIds = field(default_factory=_no_blocks)
     num_far: int | None = None

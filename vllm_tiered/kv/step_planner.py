@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_tiered.errors import IntegrityError
+from vllm_tiered.kv.resident_blocks import NO_CHANGES, ResidentChanges
 from vllm_tiered.kv.step_plan import NO_BLOCKS, BlockIds, ScheduledRequest, StepPlan
 
 _NO_NAMES: Set[str] = frozenset()
@@ -103,15 +104,13 @@ class StepPlanner:
         num_far: int | None = None,
         num_far_next: int | None = None,
         partial_blocks_resident: bool = True,
-        new_resident: Sequence[int] = (),
-        lost_resident: Sequence[int] = (),
+        resident: ResidentChanges = NO_CHANGES,
     ) -> StepPlan:
         """Plan one step, and drop the ``ended`` (finished or preempted) requests.
 
         Args:
             partial_blocks_resident: partial blocks stay near in offloaded layers.
-            new_resident: blocks of resident groups that need near pages.
-            lost_resident: blocks of resident groups that do not need them any more.
+            resident: changes of the blocks of resident groups.
 
         Raises:
             IntegrityError: a request continues in a block that is neither new nor its partial one.
@@ -141,9 +140,12 @@ class StepPlanner:
             load=load,
             load_and_store=load_and_store,
             store_new=store_new,
-            alloc_partial=_block_ids([*written.alloc_partial, *new_resident]),
+            alloc_partial=_block_ids([*written.alloc_partial, *resident.new]),
             store_partial=store_partial,
-            free_partial=_block_ids([*freed, *lost_resident]),
+            free_partial=_block_ids([*freed, *resident.lost]),
+            alloc_state=_block_ids(resident.new_states),
+            state_columns=_block_ids(resident.columns),
+            free_state=_block_ids(resident.lost_states),
             evict_partial=_block_ids(evicted),
             released=_block_ids(released),
             reserved=_block_ids(reserved),
@@ -158,14 +160,13 @@ class StepPlanner:
         num_far: int | None = None,
         num_far_next: int | None = None,
         partial_blocks_resident: bool = True,
-        new_resident: Sequence[int] = (),
-        lost_resident: Sequence[int] = (),
+        resident: ResidentChanges = NO_CHANGES,
     ) -> StepPlan | None:
         """Plan a step in which each request of the previous step computes one token more.
 
         Args:
             changed: the requests that are ``due``, and those that got blocks.
-            new_resident, lost_resident: as for ``plan``.
+            resident: changes of the blocks of resident groups.
 
         Returns:
             The plan; None if the level has changed, so that ``plan`` must look at all requests. If
@@ -187,16 +188,19 @@ class StepPlanner:
         written = _WrittenBlocks()
         for part in changed:
             self._classify(part, self._track(part, []), written)
-        if not (changed or new_resident or lost_resident):
+        if not changed and resident is NO_CHANGES:
             if num_far_next is None:
                 return steady  # the same arrays, so that the receiver need not compare
             return replace(steady, num_far_next=num_far_next)
         return replace(
             steady,
             store_new=_joined(written.store_new),
-            alloc_partial=_block_ids([*written.alloc_partial, *new_resident]),
+            alloc_partial=_block_ids([*written.alloc_partial, *resident.new]),
             store_partial=_block_ids(written.store_partial),
-            free_partial=_block_ids(lost_resident),
+            free_partial=_block_ids(resident.lost),
+            alloc_state=_block_ids(resident.new_states),
+            state_columns=_block_ids(resident.columns),
+            free_state=_block_ids(resident.lost_states),
             num_far_next=num_far_next,
         )
 

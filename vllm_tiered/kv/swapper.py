@@ -85,7 +85,7 @@ class Swapper:
         self.keeps_pages = False
         self._failure: BaseException | None = None
         self._device = device
-        self._near_pages = NearPages(self.pool, self.table, device)
+        self._near_pages = NearPages(self.pool, self.table, near, device)
         self._staging = Staging(pool=self.pool, near=near, device=device, max_buffers=max_buffers)
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
@@ -117,6 +117,7 @@ class Swapper:
         """Return what `is_laid_out_as_vllm` will be once ``begin_step`` has applied the plan."""
         moves_layers = plan.num_far is not None and plan.num_far != self.order.num_far
         moves_pages = moves_layers or len(plan.released) or len(plan.reserved)
+        moves_pages = moves_pages or not np.array_equal(plan.alloc_state, plan.state_columns)
         return self.is_laid_out_as_vllm and not moves_pages
 
     @property
@@ -143,6 +144,7 @@ class Swapper:
         if not self.keeps_pages and self._staging.num_buffers:
             self._staging.release(next(iter(self.far.last_write), None))
         self._near_pages.free_partial(plan.free_partial)
+        self._near_pages.free_states(plan.free_state)
         if len(plan.evict_partial):
             self._store_partial(plan.evict_partial)
             self._relocator.hold(plan.evict_partial)
@@ -152,6 +154,9 @@ class Swapper:
         if plan.num_far is not None and plan.num_far != self.order.num_far:
             self._change_order(self._orders[plan.num_far])
         self.stall_seconds += self._near_pages.release_blocks(plan.released)
+        self.stall_seconds += self._near_pages.alloc_states(
+            plan.alloc_state, plan.state_columns, self._end_copies
+        )
         self._written_before = self.far.last_write
         if plan.num_far_next is not None and plan.num_far_next != self.order.num_far:
             self._relocator.begin_write_out(self._orders[plan.num_far_next])
@@ -272,6 +277,11 @@ class Swapper:
         pages.is_laid_out_as_vllm = False
         self.stall_seconds += self._relocator.move(order, pages.released, pages.partial)
         self._update_positions()
+
+    def _end_copies(self) -> float:
+        """Stall compute until no copy reads or writes a near page."""
+        seconds = self._relocator.end_reads()
+        return seconds + sum(self._device.wait(event) for event in self.far.last_write)
 
     # Copies -----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Setup:
         offloads_partial_blocks: partial blocks do not stay near; if adaptive, only at the higher
             levels.
         window_tokens: tokens that the layers of a second group see; 0 without such a group.
+        has_states: a third group has a block per request for a recurrent state.
         staging_buffers: buffers that several offloaded layers need.
     """
 
@@ -47,15 +48,16 @@ class Setup:
     adaptive: bool = False
     offloads_partial_blocks: bool = False
     window_tokens: int = 0
+    has_states: bool = False
     staging_buffers: int = 2
 
     @property
     def window_blocks(self) -> int:
-        """The most blocks that a request holds for its window."""
+        """The most blocks that a request holds for its window and its state."""
         if not self.window_tokens:
-            return 0
+            return int(self.has_states)
         num_tokens = self.window_tokens - 1 + LONGEST_CHUNK * (1 + self.ahead)
-        return -(-num_tokens // self.block_tokens) + 1
+        return -(-num_tokens // self.block_tokens) + 1 + self.has_states
 
     @property
     def sure_pages(self) -> tuple[int, int, int]:
@@ -147,7 +149,10 @@ class Driver:
             levels=levels,
             window_tokens=setup.window_tokens,
             window_blocks=setup.window_blocks,
+            num_columns=near_pages // setup.num_layers if setup.has_states else 0,
         )
+        if setup.has_states:
+            worker["has_states"] = True
         if setup.window_tokens:
             worker["window_tokens"] = setup.window_tokens
         self.worker = WorkerModel(

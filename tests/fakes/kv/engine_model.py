@@ -4,14 +4,16 @@
 Blocks come from a free queue, and full blocks stay in a prefix cache after they are freed. Requests
 share blocks, are prefilled in chunks, preempted, resumed and aborted. Admission is the product's
 own code (``vllm_tiered/kv/admission.py``). With ``window_tokens`` there is a second group of
-layers, whose blocks are freed once a sliding window has passed them. With ``ahead`` the next step
-is scheduled before the last one has run, as under vLLM's async scheduling. Then ``defer_frees``
-keeps a request's blocks until the steps that still write them have run, as vLLM does for
-connectors.
+layers, whose blocks are freed once a sliding window has passed them. With ``num_columns`` there is
+another, with a block per request for its recurrent state, and no prefix cache. With ``ahead`` the
+next step is scheduled before the last one has run, as under vLLM's async scheduling. Then
+``defer_frees`` keeps a request's blocks until the steps that still write them have run, as vLLM
+does for connectors.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tests.fakes.kv.block_pool_model import BlockPool
 from tests.fakes.kv.request_model import Part, Request, Status, Step
@@ -19,6 +21,7 @@ from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
 
@@ -37,8 +40,10 @@ class EngineModel:
         levels: KvLevels | None = None,
         window_tokens: int = 0,
         window_blocks: int = 0,
+        num_columns: int = 0,
     ) -> None:
         self.window_tokens = window_tokens
+        self.has_states = num_columns > 0
         self.usable_blocks = usable_blocks
         self.block_tokens = geometry.block_tokens
         self.max_tokens = geometry.max_request_tokens(usable_blocks, window_blocks)
@@ -50,6 +55,8 @@ class EngineModel:
             block_tokens=geometry.block_tokens,
         )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
+        if num_columns:
+            self.elastic.resident.columns = StateColumns(num_columns)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.holding: deque[Request] = deque()  # sessions between turns: they keep their blocks
@@ -86,6 +93,8 @@ class EngineModel:
         if not preempted:
             parts += self._schedule_waiting(chunk)
         plan = self._plan(parts, {request.request_id for request in preempted})
+        if self.has_states:
+            parts = [self._with_column(part) for part in parts]
         for part in parts:
             request = part.request
             request.computed = part.end_tokens
@@ -146,7 +155,7 @@ class EngineModel:
         parts: list[Part] = []
         while len(self.running) < self.max_running and (queue := self.holding or self.waiting):
             request = queue[0]
-            hits = [] if request.blocks else self._hits(request)
+            hits = [] if request.blocks or self.has_states else self._hits(request)
             computed = request.computed + len(hits) * self.block_tokens
             if (num_tokens := min(chunk(), request.known - computed)) <= 0:
                 break
@@ -186,15 +195,14 @@ class EngineModel:
                 self.elastic.progress(part.request.request_id, part.scheduled.computed_tokens)
         level = self.admission.change_level()
         self.elastic.check_integrity()
-        new_resident, lost_resident = self.elastic.resident.take_changes()
+        resident = self.elastic.resident.take_changes()
         released, reserved = self.admission.take_changes()
         return self.planner.plan(
             [part.scheduled for part in parts],
             ended,
             released=released,
             reserved=reserved,
-            new_resident=new_resident,
-            lost_resident=lost_resident,
+            resident=resident,
             **level._asdict(),
         )
 
@@ -206,6 +214,8 @@ class EngineModel:
             tokens=request.tokens,
             blocks=tuple(request.blocks),
             window_blocks=tuple(request.window_blocks),
+            state_block=request.state_block,
+            state_column=0,
             scheduled=ScheduledRequest(
                 request_id=request.request_id,
                 new_block_ids=tuple(new_blocks),
@@ -216,6 +226,13 @@ class EngineModel:
             samples=num_tokens == request.remaining,
             preemptions=request.preemptions,
         )
+
+    def _with_column(self, part: Part) -> Part:
+        """Name the state's column to the worker, as ``TieredScheduler`` does."""
+        columns = self.elastic.resident.columns
+        assert columns is not None
+        (column,) = columns.rename([part.request.state_block])
+        return replace(part, state_column=column)
 
     # Blocks -----------------------------------------------------------------------------
 
@@ -264,14 +281,19 @@ class EngineModel:
             window_count = max(0, needed - len(request.window_blocks) - len(window_hits))
         freed_hits = sum(not self.pool.references[block] for block in hits)
         freed_window = sum(not self.pool.references[block] for block in window)
-        left = left_over(window_count + freed_window)
-        if count + window_count + freed_hits + freed_window + left > len(self.pool.free):
+        needs_state = self.has_states and not request.state_block
+        resident_count = window_count + freed_window + needs_state
+        if count + freed_hits + resident_count + left_over(resident_count) > len(self.pool.free):
             return None
         self.pool.touch([*hits, *window])
         self.elastic.resident.hold(window)
         new_blocks, new_window = self.pool.take(count), self.pool.take(window_count)
         self.elastic.resident.drop([*new_blocks, *new_window])
         self.elastic.resident.hold(new_window)
+        if needs_state:
+            (request.state_block,) = self.pool.take(1)
+            self.elastic.resident.drop([request.state_block])
+            self.elastic.resident.hold_states([request.state_block])
         request.blocks += [*hits, *new_blocks]
         request.window_blocks += [*(block or 0 for block in window_hits), *new_window]
         self._cache_full_blocks(request, end_tokens)
@@ -314,7 +336,8 @@ class EngineModel:
     def _free(self, request: Request) -> None:
         blocks = request.blocks[::-1]
         blocks += [block for block in request.window_blocks[::-1] if block]
-        request.blocks, request.window_blocks = [], []
+        blocks += [request.state_block] * bool(request.state_block)
+        request.blocks, request.window_blocks, request.state_block = [], [], 0
         if self._can_free(request):
             self._release(blocks)
         else:
@@ -357,7 +380,9 @@ class EngineModel:
     def check_integrity(self) -> None:
         """Check that every usable block is free, held by a request, reserved or deferred."""
         self.elastic.check_integrity()
-        window = [block for r in self.running for block in r.window_blocks if block]
+        window = [
+            block for r in self.running for block in (*r.window_blocks, r.state_block) if block
+        ]
         held = [
             block for queue in (self.running, self.holding) for r in queue for block in r.blocks
         ]

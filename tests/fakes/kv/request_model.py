@@ -43,6 +43,7 @@ class Request:
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     window_blocks: list[int] = field(default_factory=list)  # 0 where the window has passed
+    state_block: int = 0
     processed: int = 0  # tokens of steps that have run
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class Part:
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     window_blocks: tuple[int, ...]
+    state_block: int
+    state_column: int
     scheduled: ScheduledRequest
     samples: bool
     preemptions: int

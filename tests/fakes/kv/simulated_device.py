@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.pages import PageBuffer, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.errors import IntegrityError
 
 POISON = -1  # all bits set: no test stores it
@@ -109,6 +109,14 @@ class SimulatedDevice(Device):
             self._enqueue(self._compute, (), _one_piece(kernel))
         else:
             kernel()
+
+    def move_pages(self, buffer: PageBuffer, src: PageIds, dst: PageIds) -> None:
+        move = super().move_pages
+        self.compute(lambda: move(buffer, src, dst))
+
+    def clear_pages(self, buffer: PageBuffer, pages: PageIds) -> None:
+        clear = super().clear_pages
+        self.compute(lambda: clear(buffer, pages))
 
     def compute_event(self) -> Event:
         if self._defers_compute:

@@ -70,6 +70,12 @@ class CountedDevice(Device):
     def compute_event(self) -> Event:
         return self.inner.compute_event()
 
+    def move_pages(self, buffer: PageBuffer, src: PageIds, dst: PageIds) -> None:
+        self.inner.move_pages(buffer, src, dst)
+
+    def clear_pages(self, buffer: PageBuffer, pages: PageIds) -> None:
+        self.inner.clear_pages(buffer, pages)
+
     def deferred_events(self, count: int) -> Sequence[Event]:
         return self.inner.deferred_events(count)
 
@@ -95,6 +101,7 @@ class WorkerModel:
     Args:
         poison_freed: overwrite free pages after each step; not possible with deferred compute.
         window_tokens: tokens that the layers of a second group see; 0 without such a group.
+        has_states: the layers of a third group have a recurrent state per request.
         check_bytes: also check the bytes that each step copies; not possible if the level changes,
             as moving layers copies more.
     """
@@ -113,6 +120,7 @@ class WorkerModel:
         poison_freed: bool = True,
         check_bytes: bool = True,
         window_tokens: int = 0,
+        has_states: bool = False,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -133,6 +141,7 @@ class WorkerModel:
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
         self._geometry = geometry
         self._window_tokens = window_tokens
+        self._has_states = has_states
         self.num_kept = 0  # steps that reused the buffers of the previous step
         self.layouts: list[bool] = []  # for each step, whether the pages were in vLLM's layout
         self._next_value = 1
@@ -158,6 +167,8 @@ class WorkerModel:
             for layer in range(self._geometry.num_layers):
                 if self._window_tokens:  # it waits for nothing, as its pages are near
                     self._submit(self._kernel(layer, pages[layer], step.parts, window=True))
+                if self._has_states:
+                    self._submit(self._state_kernel(layer, step.parts))
                 self.swapper.wait_layer(layer)
                 self.swapper.wait_layer(layer)  # a second wait: before the update, before attention
                 self._submit(self._kernel(layer, pages[layer], step.parts))
@@ -227,6 +238,25 @@ class WorkerModel:
                     f"{slot} (page {pages[block_id]}) holds {seen[first]}, computed was "
                     f"{self.truth[layer, block_id, slot]}"
                 )
+
+        return kernel
+
+    def _state_kernel(self, layer: int, parts: Sequence[Part]) -> Callable[[], None]:
+        """Return a kernel that reads and replaces the states of requests in their columns."""
+        num_columns = self.swapper.pool.num_pages // self._geometry.num_layers
+        values = np.arange(self._next_value, self._next_value + len(parts))
+        self._next_value += len(values)
+
+        def kernel() -> None:
+            for part, value in zip(parts, values, strict=True):
+                page = layer * num_columns + part.state_column
+                block_id = part.state_block
+                assert part.state_column > 0
+                if part.scheduled.computed_tokens:
+                    seen = self.words[page]
+                    if (seen != self.truth[layer, block_id]).any():
+                        raise WrongKv(f"the state of block {block_id} in layer {layer} is {seen}")
+                self.words[page] = self.truth[layer, block_id] = value
 
         return kernel
 

@@ -34,6 +34,7 @@ def setups(draw):
         adaptive=adaptive,
         offloads_partial_blocks=draw(st.booleans()),
         window_tokens=draw(st.sampled_from((0, 0, 1, 3, 8))),
+        has_states=draw(st.booleans()),
         staging_buffers=draw(st.sampled_from((1, 2))),
     )
 

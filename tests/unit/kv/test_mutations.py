@@ -33,6 +33,7 @@ from vllm_tiered.kv.page_pool import PagePool
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.resident_blocks import ResidentBlocks
 from vllm_tiered.kv.staging import Staging
+from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_planner import StepPlanner
 from vllm_tiered.kv.swapper import Swapper
 
@@ -58,6 +59,19 @@ SETUPS = (
     ),
     Setup(num_layers=3, num_far=3, sure_blocks=4, window_tokens=4, staging_buffers=1),
     Setup(num_layers=4, num_far=3, sure_blocks=4, window_tokens=5, adaptive=True),
+    Setup(num_layers=2, num_far=1, sure_blocks=5, spare_pages=26, has_states=True, adaptive=True),
+    Setup(
+        num_layers=5,
+        num_far=4,
+        block_tokens=3,
+        sure_blocks=3,
+        spare_pages=22,
+        has_states=True,
+        staging_buffers=1,
+        ahead=True,
+        adaptive=True,
+    ),
+    Setup(num_layers=4, num_far=3, sure_blocks=3, has_states=True, ahead=True),
     Setup(
         num_layers=3,
         num_far=3,
@@ -242,14 +256,30 @@ def free_the_pages_of_cached_blocks(original):
 
 def lose_one_block(original):
     def take_changes(self):
-        new, lost = original(self)
-        return new, lost + sorted(self._held)[:1]
+        changes = original(self)
+        return changes._replace(lost=changes.lost + sorted(self._held - self._states)[:1])
 
     return take_changes
 
 
 def drop_blocks_that_are_being_hit(original):
     return lambda self, count, keep=(): original(self, count)
+
+
+def leave_pages_where_they_are(original):
+    return lambda self, buffer, src, dst: None
+
+
+def move_pages_under_copies(original):
+    return lambda self: 0.0
+
+
+def assign_one_column_to_all(original):
+    def assign(self, block_id):
+        self._column_of[block_id] = 1
+        return 1
+
+    return assign
 
 
 def reserve_nothing_in_the_worker(original):
@@ -381,6 +411,9 @@ MUTATIONS = (
     Mutation(ResidentBlocks, "cache", free_the_pages_of_cached_blocks, AssertionError),
     Mutation(ResidentBlocks, "take_changes", lose_one_block, IntegrityError),
     Mutation(ResidentBlocks, "drop_oldest", drop_blocks_that_are_being_hit, AssertionError),
+    Mutation(SimulatedDevice, "move_pages", leave_pages_where_they_are, WrongKv),
+    Mutation(Swapper, "_end_copies", move_pages_under_copies, WrongKv),
+    Mutation(StateColumns, "assign", assign_one_column_to_all, IntegrityError),
 )
 
 

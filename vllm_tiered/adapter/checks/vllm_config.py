@@ -157,10 +157,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="model",
         find=model_is("is_hybrid", "attention mixed with Mamba or linear attention"),
         conflicts={
-            Part.KV: Conflict(
-                reason="only models with one kind of KV cache are swapped",
-                remedy="serve it without the plugin",
-            ),
             Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
         },
     ),

@@ -177,7 +177,8 @@ def tiered_kv_cache_configs(
     # Only to see the groups: with little memory vLLM would refuse a length that levels make fit.
     with _no_blocks_override(vllm_config.cache_config):
         roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
-    if (obstacle := obstacles.find_plan_obstacle(roomy, kv_cache_specs)) is not None:
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    if (obstacle := obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit)) is not None:
         return leave_to_vllm(obstacle)
     groups = read_groups(vllm_config, roomy[0].kv_cache_groups)
     stack = groups.stack
@@ -229,6 +230,10 @@ def tiered_kv_cache_configs(
             for tensor in kv_cache_config.kv_cache_tensors
             for layer in tensor.layers
         ]
+    if any(group.has_states for group in groups.resident):
+        from vllm_tiered.adapter.kv.cleared_states import ClearedStatesConfig
+
+        return [ClearedStatesConfig.of(kv_cache_config) for kv_cache_config in configs]
     return configs
 
 

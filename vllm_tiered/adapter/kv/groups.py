@@ -23,12 +23,14 @@ class ResidentGroup:
         layer_names: vLLM's names, in the order of computation.
         block_tokens: tokens a block holds.
         most_blocks: the most blocks that one request holds.
+        has_states: the blocks hold recurrent states, not the KV of tokens.
     """
 
     index: int
     layer_names: tuple[str, ...]
     block_tokens: int
     most_blocks: int
+    has_states: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,7 @@ def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
                     -group.kv_cache_spec.max_memory_usage_bytes(vllm_config)
                     // group.kv_cache_spec.page_size_bytes
                 ),
+                has_states=is_recurrent(group.kv_cache_spec),
             )
             for at, group in enumerate(kv_cache_groups)
             if at != index
@@ -126,7 +129,14 @@ def stays_near(spec: Any) -> bool:
     """Return whether layers of this spec can form a resident group."""
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
-    return type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    return is_recurrent(spec) or type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Return whether layers of this spec keep a recurrent state (Mamba, linear attention)."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return type(spec) is MambaSpec
 
 
 def _is_offloadable(group: Any) -> bool:

@@ -13,7 +13,12 @@ from typing import Any
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.adapter.kv.groups import find_group_obstacle, is_full_attention, stays_near
+from vllm_tiered.adapter.kv.groups import (
+    find_group_obstacle,
+    is_full_attention,
+    is_recurrent,
+    stays_near,
+)
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.errors import UnsupportedError
 
@@ -43,6 +48,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None:
             specs.append(spec)
+        if spec is not None and not is_recurrent(spec):
             backend = layer.get_attn_backend()
             backends[backend.get_name()] = backend, spec
     if not specs:
@@ -83,26 +89,44 @@ def find_spec_obstacle(specs: list[Any]) -> str | None:
     }
     if kinds:
         return (
-            "layers of full attention are swapped, beside layers with a sliding window or chunked "
-            f"attention, and this model has {', '.join(sorted(kinds))}"
+            "layers of full attention are swapped, beside layers with a sliding window, chunked "
+            f"attention or a recurrent state, and this model has {', '.join(sorted(kinds))}"
         )
     if not full:
         return "no layer has full attention, so the KV cache of a request is small"
-    if len({spec.page_size_bytes for spec in specs}) > 1:
+    if len({spec.page_size_bytes for spec in full}) > 1:
         return "only models whose layers have KV caches of one size are swapped yet"
     return None
 
 
 def find_plan_obstacle(
-    kv_cache_configs: list[Any], kv_cache_specs: list[dict[str, Any]]
+    kv_cache_configs: list[Any],
+    kv_cache_specs: list[dict[str, Any]],
+    prefix_match_unit: int | None = None,
 ) -> str | None:
-    """Return why the KV caches that vLLM has planned cannot be swapped; None if they can."""
+    """Return why the KV caches that vLLM has planned cannot be swapped; None if they can.
+
+    Args:
+        kv_cache_specs: vLLM's specs by layer name, for each rank.
+        prefix_match_unit: as configured in vLLM.
+    """
     for config, specs_by_name in zip(kv_cache_configs, kv_cache_specs, strict=True):
         groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
         specs = [group.kv_cache_spec for group in groups]
         obstacle = find_spec_obstacle(specs) or find_group_obstacle(groups)
         if obstacle is not None:
             return obstacle
+        if config.has_mixed_precision_kv_cache:
+            return "vLLM keeps the KV caches of some layers in another precision"
+        if len({spec.page_size_bytes for spec in specs}) > 1:
+            return "only models whose layers have KV caches of one size are swapped yet"
+        if any(is_recurrent(spec) and spec.mamba_cache_mode == "all" for spec in specs):
+            return "vLLM keeps a recurrent state for every block (--mamba-cache-mode all)"
+        sizes = {spec.block_size for spec in specs if spec.prefix_cacheable}
+        if any(is_recurrent(spec) and spec.mamba_cache_mode == "align" for spec in specs) and (
+            len(sizes) > 1 or prefix_match_unit not in (None, *sizes)
+        ):
+            return "prefix-cache hits may end inside a block, which vLLM then copies"
         if len(specs) != len(tensors):
             return f"vLLM keeps {len(specs)} groups of KV caches in {len(tensors)} allocations"
         for group, tensor in zip(groups, tensors, strict=True):

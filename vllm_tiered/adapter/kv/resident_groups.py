@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in vLLM's KV cache manager that follow the blocks of resident groups.
+"""Hooks in vLLM's scheduler that follow the blocks of resident groups.
 
 vLLM has one block pool for all groups, which does not know the group of a block. But each group has
 a manager of its own. So a resident group's manager gets the pool through a view that records which
@@ -8,6 +8,9 @@ blocks it allocates, and the pool itself is watched for blocks that are freed, h
 A block of a resident group costs pages in offloaded layers in addition. vLLM asks the coordinator
 how many blocks an allocation takes; the answer is raised by the blocks that must be reserved for
 those pages.
+
+State blocks lie in columns, which the workers must see instead of the block ids
+(:func:`name_columns`).
 """
 
 import functools
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_tiered.adapter.kv.groups import ResidentGroup
 from vllm_tiered.kv.admission import LeftOver
 from vllm_tiered.kv.resident_blocks import ResidentBlocks
 
@@ -24,21 +28,28 @@ class ResidentGroupHooks:
 
     Args:
         kv_cache_manager: vLLM's manager.
-        indices: vLLM's indices of the resident groups.
+        groups: the resident groups.
         blocks: the tracker, which the hooks call.
+
+    Attributes:
+        was_postponed: the last allocation asked for more blocks than there are. vLLM does so to
+            allocate in a later step, when a state that the request hits has been computed.
     """
 
     def __init__(
-        self, kv_cache_manager: Any, indices: Iterable[int], blocks: ResidentBlocks
+        self, kv_cache_manager: Any, groups: Iterable[ResidentGroup], blocks: ResidentBlocks
     ) -> None:
         self._blocks = blocks
         self._num_asked = 0  # blocks that resident groups ask for in one allocation
         self._left_over: LeftOver | None = None
+        self.was_postponed = False
         coordinator = kv_cache_manager.coordinator
         pool = coordinator.block_pool
-        for index in indices:
-            manager = coordinator.single_type_managers[index]
-            manager.block_pool = _GroupView(pool, blocks)
+        self._pool_blocks = pool.num_gpu_blocks
+        for group in groups:
+            manager = coordinator.single_type_managers[group.index]
+            hold = blocks.hold_states if group.has_states else blocks.hold
+            manager.block_pool = _GroupView(pool, hold)
             manager.get_num_blocks_to_allocate = self._counted(manager.get_num_blocks_to_allocate)
         coordinator.get_num_blocks_to_allocate = self._with_reserve(
             coordinator.get_num_blocks_to_allocate
@@ -51,7 +62,7 @@ class ResidentGroupHooks:
 
         The number for no block of a resident group is left out: vLLM is told that one directly.
         """
-        self._left_over = left_over
+        self._left_over, self.was_postponed = left_over, False
         try:
             yield
         finally:
@@ -73,6 +84,7 @@ class ResidentGroupHooks:
             count = get_num_blocks(*args, **kwargs)
             if self._left_over is None or not self._num_asked:
                 return count
+            self.was_postponed |= self._num_asked > self._pool_blocks
             return count + self._left_over(self._num_asked) - self._left_over(0)
 
         return with_reserve
@@ -113,14 +125,36 @@ class ResidentGroupHooks:
 class _GroupView:
     """vLLM's block pool as the manager of a resident group sees it."""
 
-    def __init__(self, pool: Any, blocks: ResidentBlocks) -> None:
+    def __init__(self, pool: Any, hold: Callable[[Iterable[int]], None]) -> None:
         self._pool = pool
-        self._blocks = blocks
+        self._hold = hold
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
     def get_new_blocks(self, num_blocks: int) -> Any:
         new = self._pool.get_new_blocks(num_blocks)
-        self._blocks.hold(block.block_id for block in new)
+        self._hold(block.block_id for block in new)
         return new
+
+
+def name_columns(scheduler_output: Any, groups: Iterable[ResidentGroup], columns: Any) -> None:
+    """Replace state blocks by their columns in what vLLM's scheduler sends to its workers.
+
+    Args:
+        columns: the :class:`StateColumns`.
+    """
+    indices = {group.index for group in groups if group.has_states}
+
+    def renamed(block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
+        return tuple(
+            columns.rename(of_group) if index in indices else of_group
+            for index, of_group in enumerate(block_ids)
+        )
+
+    for new in scheduler_output.scheduled_new_reqs:
+        new.block_ids = renamed(new.block_ids)
+    cached = scheduler_output.scheduled_cached_reqs
+    cached.new_block_ids = [
+        None if block_ids is None else renamed(block_ids) for block_ids in cached.new_block_ids
+    ]

@@ -15,7 +15,7 @@ from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
 from vllm_tiered.adapter.kv.free_list import VllmFreeList
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
-from vllm_tiered.adapter.kv.resident_groups import ResidentGroupHooks
+from vllm_tiered.adapter.kv.resident_groups import ResidentGroupHooks, name_columns
 from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.adapter.telemetry.timeline import Timeline
@@ -25,6 +25,7 @@ from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import KvLevels
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
+from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
 
@@ -129,8 +130,13 @@ class TieredScheduler:
         self._admission = Admission(self.elastic, free_list, self.expansion)
         self._admission.start()
         if self._groups.resident:
-            indices = [group.index for group in self._groups.resident]
-            self._group_hooks = ResidentGroupHooks(kv_cache_manager, indices, self.elastic.resident)
+            resident = self.elastic.resident
+            if any(group.has_states for group in self._groups.resident):
+                num_columns = self._plan.near_pages // self._plan.geometry.num_layers
+                resident.columns = StateColumns(num_columns)
+            self._group_hooks = ResidentGroupHooks(
+                kv_cache_manager, self._groups.resident, resident
+            )
         kv_cache_manager.allocate_slots = self._wrap_allocate(kv_cache_manager.allocate_slots)
         kv_cache_manager.reset_prefix_cache = self._wrap_reset(
             kv_cache_manager.reset_prefix_cache, free_list
@@ -165,8 +171,7 @@ class TieredScheduler:
             self._end_previous_step(len(scheduled), len(preempted))
         changes: dict[str, Any] = self._admission.change_level()._asdict()
         if self._group_hooks:
-            new, lost = self.elastic.resident.take_changes()
-            changes |= {"new_resident": new, "lost_resident": lost}
+            changes["resident"] = self.elastic.resident.take_changes()
         step = None
         if continues and not self._admission.has_changes:
             step = self._planner.plan_on(list(self._changed_requests(scheduler_output)), **changes)
@@ -178,6 +183,8 @@ class TieredScheduler:
                 requests, ended, released=released, reserved=reserved, **changes
             )
         self.recent.add(step, requests)
+        if self.elastic.resident.columns:
+            name_columns(scheduler_output, self._groups.resident, self.elastic.resident.columns)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
 
     def begin_request(self, request: Any) -> None:
@@ -335,7 +342,7 @@ class TieredScheduler:
                 prefill_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
                 hits = self._hits(allocate_slots, request, *args, **kwargs)
                 blocks = self._admission.admit(request_id, prefill_tokens, allocate_beside, hits)
-            if blocks is None:
+            if blocks is None and not (self._group_hooks and self._group_hooks.was_postponed):
                 self._watch.record_blocked(request_id, request.num_tokens)
                 # vLLM accepted it for a level that is not reached any more.
                 if self._restricted_by and request.num_tokens > self._max_request_tokens:

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,15 @@ class TieredWorker:
             )
         # As the kernels see them: latent attention drops a dimension of the registered views.
         views = {name: self._layers[name].kv_cache for name in kv_caches}
+        states = {
+            name: row
+            for group in groups.resident
+            if group.has_states
+            for row, name in enumerate(group.layer_names)
+        }
         for name, own in views.items():
-            self._check_pages(name, own, num_blocks=len(kv_caches[name]))
+            for tensor in own if name in states else [own]:
+                self._check_pages(name, tensor, num_blocks=len(kv_caches[name]))
         view = views[names[0]]
         # Only now: "auto" takes up to half of the memory that the near pages have left.
         homes = self._homes = far_homes(self._plan, self._world_size)
@@ -156,12 +163,16 @@ class TieredWorker:
                     view.device,
                 )
                 for group in groups.resident
+                if not group.has_states
             ]
         )
         self._pool_views = {
             name: own.as_strided((near_pages, *own.shape[1:]), own.stride(), 0)
             for name, own in views.items()
+            if name not in states
         }
+        for name, row in states.items():
+            self._layers[name].kv_cache = self._own_columns(views[name], row)
         self._names = names
         self._layer_of = {names[layer]: layer for layer in sorted(self._plan.offloadable_layers)}
         self._waits_here = {
@@ -172,6 +183,18 @@ class TieredWorker:
         for name in names:
             self._hook_direct_calls(name)
         self._bind_views()
+
+    def _own_columns(self, states: Sequence[torch.Tensor], row: int) -> tuple[torch.Tensor, ...]:
+        """Return a recurrent layer's states in the pages of its row: column c is index c."""
+        num_columns = self._plan.near_pages // self._plan.geometry.num_layers
+        return tuple(
+            state.as_strided(
+                (num_columns, *state.shape[1:]),
+                state.stride(),
+                state.storage_offset() + row * num_columns * state.stride(0),
+            )
+            for state in states
+        )
 
     def _check_pages(self, name: str, view: torch.Tensor, *, num_blocks: int) -> None:
         page_bytes = view.stride(0) * view.element_size()
@@ -195,8 +218,8 @@ class TieredWorker:
         self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
         own_pages = self._plan.near_pages // len(self._names)
-        for name, row in self._row_of.items():
-            pool = self._pool_views[name]
+        for name, pool in self._pool_views.items():
+            row = self._row_of[name]
             if not self._translates:
                 pool = pool[row * own_pages : (row + 1) * own_pages]
             self._layers[name].kv_cache = pool
