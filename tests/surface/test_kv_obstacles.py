@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from vllm_tiered.adapter.kv import obstacles
@@ -71,3 +72,23 @@ def test_one_rank_that_cannot_is_enough():
     able, unable = StepReport(), StepReport(why_not="fused")
     assert able.aggregate(unable).why_not == unable.aggregate(able).why_not == "fused"
     assert able.followed_by(unable).why_not == "fused"
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_recurrent_states_under_model_runner_v2(is_v2, monkeypatch):
+    """It copies states before the plan of the step is known to the worker."""
+    from vllm import config
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    state = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,))
+    layers = {
+        f"layers.{at}": SimpleNamespace(
+            get_kv_cache_spec=lambda vllm_config, spec=spec: spec,
+            get_attn_backend=lambda: backend(64),
+        )
+        for at, spec in enumerate((state, full_attention()))
+    }
+    monkeypatch.setattr(config, "get_layers_from_vllm_config", lambda *_: layers)
+    vllm_config = SimpleNamespace(use_v2_model_runner=is_v2)
+    obstacle = obstacles.find_model_obstacle(vllm_config, is_loaded=True) or ""
+    assert ("VLLM_USE_V2_MODEL_RUNNER=0" in obstacle) == is_v2

@@ -49,6 +49,44 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "one page pool under all layers",
     ),
     (
+        "vllm.v1.kv_cache_interface",
+        (
+            "ChunkedLocalAttentionSpec",
+            "KVCacheConfig",
+            "MambaSpec",
+            "MLAAttentionSpec",
+            "SlidingWindowSpec",
+        ),
+        "telling groups of layers apart",
+    ),
+    (
+        "vllm.v1.kv_cache_interface.KVCacheConfig",
+        ("has_mixed_precision_kv_cache", "needs_kv_cache_zeroing"),
+        "telling groups of layers apart",
+    ),
+    (
+        "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+        (
+            "get_num_blocks_to_allocate(request_id=, num_tokens=, new_computed_blocks=, "
+            "num_encoder_tokens=, total_computed_tokens=, num_local_computed_tokens=, "
+            "num_tokens_main_model=)",
+        ),
+        "following the blocks of windows and states",
+    ),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager",
+        (
+            "get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, "
+            "total_computed_tokens, num_local_computed_tokens, num_tokens_main_model)",
+        ),
+        "following the blocks of windows and states",
+    ),
+    (
+        "vllm.v1.worker.gpu_worker",
+        ("kernel_warmup(worker)", "warmup_kernels(runner, execute_model, sample_tokens)"),
+        "keeping vLLM's warm-up within the layers' own pages",
+    ),
+    (
         f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
         (
             "bind_connector_metadata",

@@ -16,7 +16,7 @@ from vllm_tiered.adapter.checkpoint import (
 )
 from vllm_tiered.adapter.ffn import modules as ffn_modules
 from vllm_tiered.adapter.ffn.engine import FfnEngine
-from vllm_tiered.adapter.kv import obstacles
+from vllm_tiered.adapter.kv import obstacles, warm_up
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
@@ -62,8 +62,10 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     from vllm.model_executor.offloader import get_offloader
 
     config = _config(wrapper.vllm_config)
-    if tiered_config(wrapper.vllm_config) is not None and config.kv.is_set_by_hand:
-        obstacles.check_built_models()
+    if tiered_config(wrapper.vllm_config) is not None:
+        warm_up.install()
+        if config.kv.is_set_by_hand:
+            obstacles.check_built_models()
     is_ours = config.weights.places or config.ffn.is_used or config.experts.is_used
     if is_ours:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod

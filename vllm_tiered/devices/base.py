@@ -56,6 +56,10 @@ class Copy(Protocol):
     """A prepared copy, opaque to the caller."""
 
 
+_PAGES_AT_ONCE = 64
+"""Number of pages that are moved with one temporary copy."""
+
+
 class Device(ABC):
     """Device that copies pages between a near and a far tier while the model computes.
 
@@ -127,13 +131,19 @@ class Device(ABC):
         """
 
     def move_pages(self, buffer: PageBuffer, src: PageIds, dst: PageIds) -> None:
-        """Copy near pages ``src[i]`` to ``dst[i]`` as a part of compute, in its order."""
-        data = buffer.data
-        data[torch.from_numpy(dst)] = data[torch.from_numpy(src)]
+        """Copy near pages ``src[i]`` to ``dst[i]`` as a part of compute, in its order.
+
+        No page may be both a source and a target.
+        """
+        sources, targets = _on_device_of(buffer, src), _on_device_of(buffer, dst)
+        # In parts, as each makes a temporary copy.
+        for first in range(0, len(src), _PAGES_AT_ONCE):
+            part = slice(first, first + _PAGES_AT_ONCE)
+            buffer.data.index_copy_(0, targets[part], buffer.data.index_select(0, sources[part]))
 
     def clear_pages(self, buffer: PageBuffer, pages: PageIds) -> None:
         """Fill near pages with zeros as a part of compute, in its order."""
-        buffer.data[torch.from_numpy(pages)] = 0
+        buffer.data.index_fill_(0, _on_device_of(buffer, pages), 0)
 
     @abstractmethod
     def submit(self, copy: "Copy", after: tuple[Event, ...] = ()) -> Event:
@@ -216,3 +226,11 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish all copies and release threads and memory. Idempotent."""
+
+
+def _on_device_of(buffer: PageBuffer, pages: PageIds) -> torch.Tensor:
+    """Return page ids where compute on the buffer reads them, without waiting for it."""
+    ids = torch.from_numpy(pages)
+    if buffer.data.is_cuda:
+        return ids.pin_memory().to(buffer.data.device, non_blocking=True)
+    return ids

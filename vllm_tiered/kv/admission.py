@@ -187,7 +187,7 @@ class Admission:
         left_over: LeftOver,
         hits: Container[int],
     ) -> Allocated | None:
-        """Allocate; if that fails, let cached blocks of resident groups give way step by step.
+        """Allocate; if pages are lacking, let cached blocks of resident groups give way by steps.
 
         An engine that asks for more blocks than there are wants to allocate in a later step.
         """
@@ -199,7 +199,7 @@ class Admission:
             return left_over(new_resident)
 
         while (allocated := allocate(asking)) is None and resident.num_cached:
-            if asked > self.elastic.usable_blocks:
+            if asked > self.elastic.usable_blocks or not left_over(asked):
                 return None
             dropped = resident.drop_oldest(1 + resident.num_cached // 4, hits)
             if not dropped:

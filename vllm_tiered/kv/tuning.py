@@ -69,4 +69,7 @@ BLOCKS_TO_GROW = 4
 """Number of spare blocks that a level must have beyond the longest live request."""
 
 STORAGE_TUNING = Tuning(base_records=4)
-"""Tuning for far pages on storage, which cost CPU time and memory bandwidth even without stall."""
+"""Tuning for far pages on storage, which cost CPU time and memory bandwidth even without stall.
+
+It also serves models most of whose KV cache stays near: there, offloaded layers gain less.
+"""

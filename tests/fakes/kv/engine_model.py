@@ -282,8 +282,8 @@ class EngineModel:
         freed_hits = sum(not self.pool.references[block] for block in hits)
         freed_window = sum(not self.pool.references[block] for block in window)
         needs_state = self.has_states and not request.state_block
-        resident_count = window_count + freed_window + needs_state
-        if count + freed_hits + resident_count + left_over(resident_count) > len(self.pool.free):
+        taken = count + window_count + needs_state + freed_hits + freed_window
+        if taken + left_over(window_count + needs_state) > len(self.pool.free):
             return None
         self.pool.touch([*hits, *window])
         self.elastic.resident.hold(window)

@@ -119,3 +119,47 @@ def test_levels_may_be_withdrawn(pool):
     assert admission.change_level() == StepLevel(0, 0, True)
     assert elastic.released_blocks == elastic.limit == LEVELS.geometry(Level(0)).block_limit(0) == 5
     elastic.check_integrity()
+
+
+@pytest.fixture
+def with_cached(fixed, pool):
+    """Return the admission with six cached blocks of a resident group, and how often it evicts."""
+    resident, blocks = fixed.elastic.resident, pool.take(6)
+    resident.hold(blocks)
+    fixed.reserve_free_excess()
+    for block in blocks:
+        pool.cache(block, (block,))
+    pool.release(blocks)
+    for block in blocks:
+        resident.cache(block)
+    return fixed
+
+
+def test_cached_blocks_of_resident_groups_give_way_oldest_first(with_cached, pool):
+    resident = with_cached.elastic.resident
+    oldest = next(iter(resident._cached))
+    assert with_cached.admit("a", 4, allocate(pool, 3)) is not None
+    assert oldest not in resident and resident.num_cached < 6
+    with_cached.elastic.check_integrity()
+
+
+def test_they_stay_if_pages_are_not_what_is_lacking(with_cached, pool):
+    """At level 0 they cost nothing, and free blocks are what a request waits for."""
+    with_cached.elastic.geometry = LEVELS.geometry(Level(0))
+    with_cached.elastic.end("a")
+    with_cached.release_blocks()
+    assert with_cached.grow(lambda left_over: None if left_over(0) == 0 else 1) is None
+    assert with_cached.elastic.resident.num_cached == 6
+
+
+def test_they_stay_if_the_engine_waits_for_a_later_step(with_cached):
+    more_than_there_are = with_cached.elastic.usable_blocks + 1
+    assert with_cached.grow(lambda left_over: left_over(more_than_there_are) and None) is None
+    assert with_cached.elastic.resident.num_cached == 6
+
+
+def test_a_block_that_is_hit_stays(with_cached, pool):
+    resident = with_cached.elastic.resident
+    hit = set(list(resident._cached)[:2])
+    with_cached.admit("a", 4, allocate(pool, 99), hit)
+    assert hit == {*resident._cached}

@@ -26,7 +26,9 @@ class AdaptiveExpansion:
         resident_blocks: returns the most blocks of resident groups that a request of so many tokens
             holds.
         on_change: called with "grow" or "shrink", and the reason.
-        uses_storage: far pages may be on a disk.
+        compares_with_base: offloaded layers may cost more than they gain, as far pages are on a
+            disk, or most of the KV cache stays near anyway. So the throughput without them is
+            measured first.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class AdaptiveExpansion:
         max_num_seqs: int,
         resident_blocks: Callable[[int], int],
         on_change: Callable[[str, str], None],
-        uses_storage: bool = False,
+        compares_with_base: bool = False,
     ) -> None:
         self.expansion = Expansion(levels, elastic, levels.ladder[0])
         self._elastic = elastic
@@ -46,7 +48,7 @@ class AdaptiveExpansion:
         self._max_num_seqs = max_num_seqs
         self._resident_blocks = resident_blocks
         self._on_change = on_change
-        self._tuning = STORAGE_TUNING if uses_storage else DEFAULT_TUNING
+        self._tuning = STORAGE_TUNING if compares_with_base else DEFAULT_TUNING
         self._state = controller.initial_state(levels, self._tuning)
 
     @property
@@ -62,7 +64,8 @@ class AdaptiveExpansion:
         """Pass a finished step to the controller, and make its decision the target level."""
         if self.expansion.level not in self._levels.ladder:
             return  # the level was withdrawn, and some blocks are still in use
-        needed_resident = self._resident_blocks(step.longest)
+        # Sessions keep what they hold between two turns.
+        needed_resident = self._resident_blocks(step.longest) * (1 + step.num_sessions)
         signals = controller.Signals(
             level_idx=self._levels.ladder.index(self.expansion.level),
             is_settled=self.expansion.is_settled,

@@ -87,10 +87,7 @@ def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
                 index=at,
                 layer_names=_sorted_names(group),
                 block_tokens=group.kv_cache_spec.block_size,
-                most_blocks=-(
-                    -group.kv_cache_spec.max_memory_usage_bytes(vllm_config)
-                    // group.kv_cache_spec.page_size_bytes
-                ),
+                most_blocks=_most_blocks(group.kv_cache_spec, vllm_config),
                 has_states=is_recurrent(group.kv_cache_spec),
             )
             for at, group in enumerate(kv_cache_groups)
@@ -137,6 +134,13 @@ def is_recurrent(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return type(spec) is MambaSpec
+
+
+def _most_blocks(spec: Any, vllm_config: Any) -> int:
+    """Return the most blocks of a resident group that one request holds."""
+    num_blocks = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+    # A state that a running step still reads is given up a step later.
+    return num_blocks + (is_recurrent(spec) and spec.mamba_cache_mode == "align")
 
 
 def _is_offloadable(group: Any) -> bool:

@@ -70,9 +70,16 @@ class ResidentGroupHooks:
 
     def _counted(self, get_num_blocks: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(get_num_blocks)
-        def counted(*args: Any, **kwargs: Any) -> int:
-            count = get_num_blocks(*args, **kwargs)
-            self._num_asked += count
+        def counted(
+            request_id: str, num_tokens: int, new_computed_blocks: Any, *args: Any, **kwargs: Any
+        ) -> int:
+            count = get_num_blocks(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
+            # vLLM counts free blocks that are hit. They have their pages already.
+            hits = sum(
+                not block.ref_cnt and block.block_id in self._blocks
+                for block in new_computed_blocks
+            )
+            self._num_asked += max(0, count - hits)
             return count
 
         return counted

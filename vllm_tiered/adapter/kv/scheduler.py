@@ -90,7 +90,7 @@ class TieredScheduler:
                 max_num_seqs=max_num_seqs,
                 resident_blocks=self._groups.resident_blocks,
                 on_change=self._record_event,
-                uses_storage=plan.config.tier == "storage",
+                compares_with_base=plan.config.tier == "storage" or bool(self._groups.resident),
             )
             self.expansion = self.adaptive.expansion
         elif plan.levels is not None:
@@ -332,7 +332,12 @@ class TieredScheduler:
 
             request_id = request.request_id
             if self.elastic.is_admitted(request_id) and not _begins(request):
-                blocks = self._admission.grow(allocate_beside)
+                if self._group_hooks:
+                    blocks = self._admission.grow(allocate_beside)
+                else:  # nothing to reserve; this is called for every request in every step
+                    blocks = allocate_slots(
+                        request, *args, reserved_blocks=reserved_blocks, **kwargs
+                    )
             else:
                 if self._group_hooks:  # vLLM has freed blocks since the last step
                     self._admission.end_requests(())
