@@ -98,6 +98,19 @@ def test_the_longest_request_is_fitted_to_what_near_and_far_memory_hold() -> Non
         assert kv_state(llm)["state"] == "on"
 
 
+def test_the_longest_request_is_fitted_beside_its_windows() -> None:
+    """As memory is short, a request holds less of a window, too."""
+    fitted: dict[str, Any] = {"max_model_len": -1, "max_num_batched_tokens": 512}
+    for near in (2 * MIB, 9 * MIB):
+        with engine("gemma3", **fitted, kv_cache_memory_bytes=near) as llm:
+            alone = llm.llm_engine.vllm_config.model_config.max_model_len
+        with engine("gemma3", {}, **fitted, kv_cache_memory_bytes=near) as llm:
+            longest = llm.llm_engine.vllm_config.model_config.max_model_len
+            assert kv_state(llm)["state"] == "on"
+        assert 32 <= alone <= longest <= 2048
+        assert alone < longest or near < 9 * MIB
+
+
 @pytest.mark.filterwarnings("ignore")  # numba deprecates what vLLM's drafter does
 def test_speculative_decoding_is_vllms_own() -> None:
     expected = vllm_tokens("qwen2", PROMPTS)

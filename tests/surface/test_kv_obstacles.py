@@ -45,7 +45,7 @@ def test_layers_of_two_sizes():
 def test_plans_whose_pages_do_not_follow_one_another():
     def plan(block_stride, num_tensors=1, *, is_mixed=False):
         tensors = [SimpleNamespace(block_stride=block_stride)] * num_tensors
-        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0"])
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=[*own_specs])
         return [
             SimpleNamespace(
                 kv_cache_groups=[group],
@@ -55,8 +55,10 @@ def test_plans_whose_pages_do_not_follow_one_another():
         ]
 
     def obstacle(configs, own=None):
-        return obstacles.find_plan_obstacle(configs, [{"layers.0": own or spec}]) or ""
+        own_by_name = dict.fromkeys(own_specs, own or spec)
+        return obstacles.find_plan_obstacle(configs, [own_by_name]) or ""
 
+    own_specs = ["layers.0"]
     spec = full_attention()
     page_bytes = spec.page_size_bytes
     assert not obstacle(plan(page_bytes))
@@ -66,6 +68,9 @@ def test_plans_whose_pages_do_not_follow_one_another():
     assert "in another precision" in obstacle(plan(page_bytes, is_mixed=True))
     smaller = full_attention(block_tokens=32)
     assert "made the blocks of some layers larger" in obstacle(plan(page_bytes), own=smaller)
+    for names in (["attn"], ["layers.6.dpa.0"], ["layers.1.a", "layers.1.b"]):
+        own_specs[:] = names
+        assert f"from their names ({names[-1]})" in obstacle(plan(page_bytes))
 
 
 def test_one_rank_that_cannot_is_enough():
@@ -75,20 +80,26 @@ def test_one_rank_that_cannot_is_enough():
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_recurrent_states_under_model_runner_v2(is_v2, monkeypatch):
+def test_recurrent_states_under_model_runner_v2(is_v2):
     """It copies states before the plan of the step is known to the worker."""
-    from vllm import config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.kv_cache_interface import MambaSpec
 
+    class Layer(AttentionLayerBase):  # type: ignore[misc]  # vLLM is not typed
+        def __init__(self, spec):
+            self.spec = spec
+
+        def get_kv_cache_spec(self, vllm_config):
+            return self.spec
+
+        def get_attn_backend(self):
+            return backend(64)
+
     state = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,))
-    layers = {
-        f"layers.{at}": SimpleNamespace(
-            get_kv_cache_spec=lambda vllm_config, spec=spec: spec,
-            get_attn_backend=lambda: backend(64),
-        )
-        for at, spec in enumerate((state, full_attention()))
-    }
-    monkeypatch.setattr(config, "get_layers_from_vllm_config", lambda *_: layers)
-    vllm_config = SimpleNamespace(use_v2_model_runner=is_v2)
+    layers = {"layers.0": Layer(state), "layers.1": Layer(full_attention())}
+    vllm_config = SimpleNamespace(
+        use_v2_model_runner=is_v2,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
     obstacle = obstacles.find_model_obstacle(vllm_config, is_loaded=True) or ""
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in obstacle) == is_v2

@@ -88,11 +88,6 @@ class ResidentBlocks:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._held or block_id in self._cached
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether blocks may have got or lost their pages since ``take_changes``."""
-        return bool(self._touched)
-
     def hold(self, block_ids: Iterable[int]) -> None:
         """Record that a request holds these blocks, which are here already or of a window."""
         for block_id in block_ids:

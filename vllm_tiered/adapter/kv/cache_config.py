@@ -8,14 +8,16 @@ single allocation is reduced to the near pages.
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
-from vllm_tiered.adapter.kv.groups import read_groups
+from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
@@ -187,12 +189,13 @@ def tiered_kv_cache_configs(
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
     near_pages = near_bytes // spec.page_size_bytes
     num_far = kv_plan.resolve_num_far(kv, stack)
-    fits_length = vllm_config.model_config.original_max_model_len == -1
-    resident_blocks = groups.resident_blocks(vllm_config.model_config.max_model_len)
+    model_config = vllm_config.model_config
+    # With -1 vLLM fits it to the memory later.
+    fits_length = model_config.original_max_model_len == -1
+    least_tokens = spec.block_size if fits_length else model_config.max_model_len
     sizes = {
-        # With -1 vLLM fits it to the memory later.
-        "max_model_len": 0 if fits_length else vllm_config.model_config.max_model_len,
-        "resident_blocks": resident_blocks,
+        "max_model_len": 0 if fits_length else model_config.max_model_len,
+        "resident_blocks": groups.resident_blocks(least_tokens),
         "world_size": vllm_config.parallel_config.world_size,
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
@@ -200,22 +203,21 @@ def tiered_kv_cache_configs(
         reachable = kv_plan.make_levels(kv, spec, stack, near_pages)
         levels = adaptive_levels(kv, reachable, **sizes)
         has_far_layers = bool(levels.max_num_far)
-        geometry = kv_plan.largest_for_one_request(levels, resident_blocks)
         num_blocks = levels.max_blocks + 1
+        max_tokens = partial(kv_plan.max_request_tokens, levels)
     else:
         order = POLICIES[kv.policy](stack.num_layers, num_far, stack.staging_buffers)
         has_far_layers = bool(order.offloaded)
         geometry = kv_plan.make_geometry(order, spec, near_pages)
         num_blocks = logical_blocks(kv, geometry, **sizes) if has_far_layers else 0
+        max_tokens = partial(geometry.max_request_tokens, num_blocks - 1)
     if not has_far_layers:
         return leave_to_vllm(None)
     # One block more than is usable, as vLLM's check subtracts the null block.
     with _no_blocks_override(vllm_config.cache_config):
         configs = plan([num_blocks * block_bytes] * len(kv_cache_specs))
-    model_config = vllm_config.model_config
     if fits_length:  # to all blocks, including partial ones
-        longest = geometry.max_request_tokens(num_blocks - 1, resident_blocks)
-        model_config.max_model_len = min(model_config.max_model_len, longest)
+        model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     for kv_cache_config in configs:
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.
@@ -235,6 +237,19 @@ def tiered_kv_cache_configs(
 
         return [ClearedStatesConfig.of(kv_cache_config) for kv_cache_config in configs]
     return configs
+
+
+def _longest(groups: KvGroups, max_tokens: Callable[[int], int], at_most: int) -> int:
+    """Return the tokens of the longest request that fits beside its own resident blocks.
+
+    Args:
+        max_tokens: returns the tokens that fit beside so many blocks of resident groups.
+    """
+    # The longer a request, the more blocks of resident groups it holds, and the less fits.
+    lengths = range(1, at_most + 1)
+    return bisect_left(
+        lengths, True, key=lambda tokens: max_tokens(groups.resident_blocks(tokens)) < tokens
+    )
 
 
 def _allocatable_bytes(vllm_config: Any, near_bytes: int) -> int | None:

@@ -87,7 +87,10 @@ def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
                 index=at,
                 layer_names=_sorted_names(group),
                 block_tokens=group.kv_cache_spec.block_size,
-                most_blocks=_most_blocks(group.kv_cache_spec, vllm_config),
+                most_blocks=-(
+                    -group.kv_cache_spec.max_memory_usage_bytes(vllm_config)
+                    // group.kv_cache_spec.page_size_bytes
+                ),
                 has_states=is_recurrent(group.kv_cache_spec),
             )
             for at, group in enumerate(kv_cache_groups)
@@ -101,6 +104,8 @@ def find_group_obstacle(kv_cache_groups: Sequence[Any]) -> str | None:
     offloadable = [group for group in kv_cache_groups if _is_offloadable(group)]
     if len(offloadable) != 1:
         return f"vLLM keeps the layers of full attention in {len(offloadable)} groups, not in one"
+    if (name := _name_without_order(kv_cache_groups, offloadable[0])) is not None:
+        return f"the order of the layers cannot be told from their names ({name})"
     most = max(len(group.layer_names) for group in kv_cache_groups)
     if len(offloadable[0].layer_names) != most:
         return (
@@ -136,15 +141,23 @@ def is_recurrent(spec: Any) -> bool:
     return type(spec) is MambaSpec
 
 
-def _most_blocks(spec: Any, vllm_config: Any) -> int:
-    """Return the most blocks of a resident group that one request holds."""
-    num_blocks = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-    # A state that a running step still reads is given up a step later.
-    return num_blocks + (is_recurrent(spec) and spec.mamba_cache_mode == "align")
-
-
 def _is_offloadable(group: Any) -> bool:
     return is_full_attention(group.kv_cache_spec)
+
+
+def _name_without_order(kv_cache_groups: Sequence[Any], offloadable: Any) -> str | None:
+    """Return a layer's name that has no number, several, or that of another offloadable layer."""
+    for group in kv_cache_groups:
+        seen: set[int] = set()
+        for name in group.layer_names:
+            try:
+                index = _layer_index(name)
+            except (AssertionError, ValueError):
+                return str(name)
+            if group is offloadable and index in seen:
+                return str(name)
+            seen.add(index)
+    return None
 
 
 def _sorted_names(group: Any) -> tuple[str, ...]:
