@@ -40,11 +40,6 @@ KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"kv_offloading_size": 4.0},
         ["--kv-offloading-size 4.0", "--tiered-config.kv.far_gib"],
     ),
-    "speculative_decoding": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        ["--speculative-config", "ngram"],
-    ),
-    "speculative_decoding:2": ({"spec_method": "ngram"}, ["--spec-method ngram"]),
     "diffusion_decoding": ({"diffusion_config": {"canvas_length": 8}}, ["--diffusion-config"]),
     "pipeline_parallel": (
         {"pipeline_parallel_size": 2},
@@ -388,7 +383,6 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "pooling": ({"runner_type": "pooling"}, None, "runner type 'pooling'"),
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
-    "speculative_decoding": ({}, SimpleNamespace(method="eagle3"), "speculative decoding (eagle3)"),
     "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
 }
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_tiered.adapter.kv import groups as groups_of
 from vllm_tiered.adapter.kv import obstacles
 from vllm_tiered.adapter.kv.steps import StepReport
 
@@ -99,7 +100,43 @@ def test_recurrent_states_under_model_runner_v2(is_v2):
     layers = {"layers.0": Layer(state), "layers.1": Layer(full_attention())}
     vllm_config = SimpleNamespace(
         use_v2_model_runner=is_v2,
+        speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
     obstacle = obstacles.find_model_obstacle(vllm_config, is_loaded=True) or ""
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in obstacle) == is_v2
+
+
+@pytest.mark.parametrize(
+    ("method", "is_v2", "reason"),
+    [
+        ("ngram", True, None),
+        ("ngram_gpu", True, None),
+        ("eagle3", False, None),
+        ("eagle3", True, "CUDA graphs of its own"),
+        ("mtp", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("dflash", False, "outside the draft model's steps"),
+    ],
+)
+def test_draft_models_under_model_runner_v2(method, is_v2, reason):
+    vllm_config = SimpleNamespace(
+        use_v2_model_runner=is_v2, speculative_config=SimpleNamespace(method=method)
+    )
+    obstacle = obstacles._find_draft_obstacle(vllm_config, [full_attention()])
+    assert (obstacle is None) == (reason is None)
+    assert (reason or "") in (obstacle or "")
+
+
+def test_a_draft_models_layers_in_another_group():
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    window = SlidingWindowSpec(
+        block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128
+    )
+    groups = [
+        SimpleNamespace(kv_cache_spec=full_attention(), layer_names=["layers.0", "draft.0"]),
+        SimpleNamespace(kv_cache_spec=window, layer_names=["layers.1", "draft.layers.0.window"]),
+    ]
+    assert groups_of.find_group_obstacle(groups, {"draft.0"}) is None
+    obstacle = groups_of.find_group_obstacle(groups, {"draft.0", "draft.layers.0.window"}) or ""
+    assert "not of the model's kind (draft.layers.0.window)" in obstacle

@@ -82,6 +82,16 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "following the blocks of windows and states",
     ),
     (
+        "vllm.forward_context",
+        ("create_forward_context",),
+        "translating the block tables of a draft model",
+    ),
+    (
+        "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer",
+        ("load_model",),
+        "telling a draft model's layers from the target's (it sets _draft_attn_layer_names)",
+    ),
+    (
         "vllm.v1.worker.gpu_worker",
         ("kernel_warmup(worker)", "warmup_kernels(runner, execute_model, sample_tokens)"),
         "keeping vLLM's warm-up within the layers' own pages",

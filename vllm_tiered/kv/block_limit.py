@@ -10,7 +10,7 @@ layers are offloaded. Pie grows and shrinks its block lists in the same way (sec
 from dataclasses import dataclass, field
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry
+from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.resident_blocks import ResidentBlocks
 
 
@@ -70,7 +70,7 @@ class ElasticBlocks:
             new_resident: blocks of resident groups that the request gets.
         """
         others = self.num_partial - self._charges.get(request_id, 0)
-        limit = self._limit(others + PARTIAL_WHILE_PREFILLING, new_resident)
+        limit = self._limit(others + self.geometry.partial.prefilling, new_resident)
         return max(0, self.released_blocks - limit)
 
     def blocks_to_reserve_for_growth(self, new_resident: int) -> int:
@@ -93,17 +93,17 @@ class ElasticBlocks:
     def admit(self, request_id: str, prefill_tokens: int) -> None:
         """Charge a request that begins; the caller has reserved the blocks for it.
 
-        The request is charged for two partial blocks until ``prefill_tokens`` are computed, and
-        then for one, as a decode step has at most one partial block.
+        Until ``prefill_tokens`` are computed, the request is charged for the partial blocks of a
+        prefill, which may be more than those of a decode step.
         """
-        self._charges[request_id] = PARTIAL_WHILE_PREFILLING
+        self._charges[request_id] = self.geometry.partial.prefilling
         self._prefilling[request_id] = prefill_tokens
 
     def progress(self, request_id: str, computed_tokens: int) -> None:
         """Record the number of computed tokens at the start of the request's next step."""
         prefill_tokens = self._prefilling.get(request_id)
         if prefill_tokens is not None and computed_tokens >= prefill_tokens:
-            self._charges[request_id] = 1
+            self._charges[request_id] = self.geometry.partial.decoding
             del self._prefilling[request_id]
 
     @property

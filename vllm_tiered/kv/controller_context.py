@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from vllm_tiered.kv.history import Ceiling, History
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvLevels, Level
+from vllm_tiered.kv.layout import KvLevels, Level
 from vllm_tiered.kv.tuning import Tuning
 from vllm_tiered.kv.windows import Peak, Signals, Window
 
@@ -78,7 +78,7 @@ class ControllerContext:
 
     def _fits(self, level_idx: int, peak: Peak) -> bool:
         level = self.levels.ladder[level_idx]
-        num_partial = peak.partial + PARTIAL_WHILE_PREFILLING
+        num_partial = peak.partial + self.levels.partial.prefilling
         limit = self.levels.block_limit(level, num_partial, peak.resident)
         return peak.used <= limit * (1 - self.tuning.headroom)
 
@@ -158,7 +158,7 @@ def held_blocks(levels: KvLevels, resident: int = 0) -> tuple[int, ...]:
         resident: blocks of resident groups that it holds.
     """
     return tuple(
-        levels.block_limit(level, PARTIAL_WHILE_PREFILLING, resident) for level in levels.ladder
+        levels.block_limit(level, levels.partial.prefilling, resident) for level in levels.ladder
     )
 
 

@@ -44,6 +44,35 @@ PARTIAL_WHILE_PREFILLING = 2
 """A prefill chunk may fill one partial block and begin another in the same step."""
 
 
+class PartialBlocks(NamedTuple):
+    """The most partial blocks that one request has in a step."""
+
+    decoding: int = 1
+    prefilling: int = PARTIAL_WHILE_PREFILLING
+
+    @classmethod
+    def of_drafts(cls, num_drafts: int, in_doubt: int, block_tokens: int) -> "PartialBlocks":
+        """Return the numbers for steps that write drafts of speculative decoding.
+
+        A step may write all tokens from the first that was in doubt before the previous step.
+
+        Args:
+            num_drafts: the most drafts of a request in a step.
+            in_doubt: the most tokens in doubt: these drafts, and those of a step whose outcome is
+                not known when the next one is scheduled.
+        """
+        # The previous step's tokens that turned out to be certain, one token more, and those in
+        # doubt now. They may begin anywhere in a block.
+        num_tokens = num_drafts + 1 + in_doubt
+        decoding = 1 + -(-(num_tokens - 1) // block_tokens)
+        # A chunk may fill all blocks that drafts of the step before have begun, and begin another.
+        chunk = PARTIAL_WHILE_PREFILLING + -(-(num_drafts - 1) // block_tokens)
+        return cls(decoding, max(decoding, chunk))
+
+
+WITHOUT_DRAFTS = PartialBlocks()
+
+
 def expansion_of(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> float:
     """Return the KV capacity relative to the same pages with every layer near.
 
@@ -59,14 +88,16 @@ class LayerStack(NamedTuple):
     """The layers with a KV cache that may be offloaded, and what lies between them.
 
     Attributes:
-        num_layers: layers of full attention (n).
+        num_layers: layers of full attention (n), a draft model's included.
         staging_buffers: buffers that the offloaded layers need.
         hides_first_read: other layers compute before the first of these layers.
+        num_draft: the last of these layers, which are a draft model's and stay near.
     """
 
     num_layers: int
     staging_buffers: int = STAGING_BUFFERS
     hides_first_read: bool = False
+    num_draft: int = 0
 
     @property
     def max_num_far(self) -> int:
@@ -75,7 +106,8 @@ class LayerStack(NamedTuple):
         Something must be computed while the first layer of a step is read: a resident layer, or the
         other layers before it.
         """
-        return self.num_layers if self.hides_first_read else max(0, self.num_layers - 1)
+        own_layers = self.num_layers - self.num_draft
+        return own_layers if self.hides_first_read else max(0, own_layers - 1)
 
     def expansion(self, num_far: int) -> float:
         """Return the KV capacity relative to the same pages with every layer near."""
@@ -122,6 +154,7 @@ class KvGeometry:
         near_pages: pages of the near-tier pool (P).
         partial_blocks_resident: partial blocks stay near in offloaded layers; otherwise they cost
             no pages of their own.
+        partial: the most partial blocks of one request.
     """
 
     num_layers: int
@@ -131,6 +164,7 @@ class KvGeometry:
     block_tokens: int
     near_pages: int
     partial_blocks_resident: bool = True
+    partial: PartialBlocks = WITHOUT_DRAFTS
 
     @property
     def num_far(self) -> int:
@@ -188,7 +222,7 @@ class KvGeometry:
         Args:
             resident_blocks: the most blocks of resident groups that the request holds.
         """
-        limit = min(limit_blocks, self.block_limit(PARTIAL_WHILE_PREFILLING, resident_blocks))
+        limit = min(limit_blocks, self.block_limit(self.partial.prefilling, resident_blocks))
         return max(0, limit - resident_blocks) * self.block_tokens
 
     def _kept(self, num_partial: int, resident_blocks: int) -> int:
@@ -209,6 +243,7 @@ class KvLevels:
         max_blocks: blocks of the engine's pool without the null block; no level has more.
         offloads_partial_blocks: some levels offload partial blocks too.
         staging_buffers: buffers that several offloaded layers need.
+        partial: the most partial blocks of one request.
     """
 
     num_layers: int
@@ -219,6 +254,7 @@ class KvLevels:
     max_blocks: int
     offloads_partial_blocks: bool = False
     staging_buffers: int = STAGING_BUFFERS
+    partial: PartialBlocks = WITHOUT_DRAFTS
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -250,6 +286,7 @@ class KvLevels:
             block_tokens=self.block_tokens,
             near_pages=self.near_pages - null_pages,
             partial_blocks_resident=level.partial_blocks_resident,
+            partial=self.partial,
         )
 
     @property

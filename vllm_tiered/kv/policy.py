@@ -45,9 +45,16 @@ class Policy(Protocol):
     """Type of a policy."""
 
     def __call__(
-        self, num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS
+        self,
+        num_layers: int,
+        num_far: int,
+        staging_buffers: int = STAGING_BUFFERS,
+        num_draft: int = 0,
     ) -> SwapOrder:
-        """Return the layers' roles with ``num_far`` of them offloaded."""
+        """Return the layers' roles with ``num_far`` of them offloaded.
+
+        The last ``num_draft`` layers are never offloaded.
+        """
 
 
 def far_order(num_layers: int) -> list[int]:
@@ -61,12 +68,14 @@ def far_order(num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=lambda layer: -math.fmod(layer * _GOLDEN, 1.0))
 
 
-def interleave(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> SwapOrder:
+def interleave(
+    num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS, num_draft: int = 0
+) -> SwapOrder:
     """Offload ``num_far`` evenly spaced layers; the others never move.
 
     Each step reads exactly the offloaded layers, the fewest that any policy can.
     """
-    offloaded = sorted(far_order(num_layers)[:num_far])
+    offloaded = sorted(far_order(num_layers - num_draft)[:num_far])
     return SwapOrder(
         resident=tuple(sorted(set(range(num_layers)) - set(offloaded))),
         offloaded=tuple(offloaded),
@@ -74,12 +83,14 @@ def interleave(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUF
     )
 
 
-def on_demand(num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS) -> SwapOrder:
+def on_demand(
+    num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS, num_draft: int = 0
+) -> SwapOrder:
     """Offload the layers of ``interleave``, but read each when it is needed, as FlexGen does.
 
     It is a baseline that shows the gain of prefetching.
     """
-    return replace(interleave(num_layers, num_far, staging_buffers), prefetches=False)
+    return replace(interleave(num_layers, num_far, staging_buffers, num_draft), prefetches=False)
 
 
 POLICIES: dict[str, Policy] = {

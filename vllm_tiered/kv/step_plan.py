@@ -13,6 +13,9 @@ of the plan:
                                                                 tier, its near pages drain
     full before this step ──────────────────────────────────► `load`: staged for this step
 
+A block is full when its tokens are certain. Drafts of speculative decoding may be rejected, so they
+leave the blocks that they are written to partial.
+
 At a level that offloads partial blocks, a partial block is `store_new` in the step that first
 writes it. In every later step that adds to it, it is `load_and_store`: staged, computed, and
 written out again. When the level begins to offload partial blocks, those that are near are written
@@ -42,8 +45,9 @@ class ScheduledRequest(NamedTuple):
         new_block_ids: blocks appended since the request was scheduled last, or all its blocks
             if ``restarts``.
         restarts: this is the request's first step, or its first after a preemption.
-        computed_tokens: tokens whose KV exists before this step.
-        scheduled_tokens: tokens that this step computes.
+        computed_tokens: tokens whose KV exists for certain before this step.
+        scheduled_tokens: tokens that this step computes, and that will be kept.
+        draft_tokens: tokens behind these whose KV this step may write, and which may be rejected.
     """
 
     request_id: str
@@ -51,6 +55,7 @@ class ScheduledRequest(NamedTuple):
     restarts: bool
     computed_tokens: int
     scheduled_tokens: int
+    draft_tokens: int = 0
 
 
 def _no_blocks() -> BlockIds:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planner of engine steps: tracks and classifies every request's blocks, in the scheduler.
 
+With speculative decoding a step also writes the KV of drafts, which may be rejected. A block is
+full when its tokens are certain, so a request may have several partial blocks. A rejected draft's
+KV is overwritten before it is read, as the next step continues at the first token in doubt.
+
 Most steps repeat the previous step with one token more for each request. For these the planner
 looks only at requests that fill their last block or begin a new one; it knows them in advance
 (``due``).
@@ -27,15 +31,29 @@ def _joined(arrays: Sequence[BlockIds]) -> BlockIds:
 
 
 class _Request:
-    """One request's blocks, in an array that grows by doubling, and its partial block."""
+    """One request's blocks, in an array that grows by doubling, and which of them are partial.
 
-    __slots__ = ("_blocks", "num_blocks", "partial_block", "partial_is_near")
+    Attributes:
+        num_full: its first blocks, which are full.
+        partial: the blocks behind them that a step has written to. Without drafts it is one.
+        num_far: the first of the partial ones, which are offloaded.
+        end_in_doubt: the tokens that it has if all drafts of its latest step are accepted.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_blocks", "end_in_doubt", "num_blocks", "num_far", "num_full", "partial")
+
+    def __init__(self, num_full: int) -> None:
         self._blocks = np.empty(16, dtype=np.int64)
         self.num_blocks = 0
-        self.partial_block: int | None = None
-        self.partial_is_near = False
+        self.num_full = num_full
+        self.partial: list[int] = []
+        self.num_far = 0
+        self.end_in_doubt = 0
+
+    @property
+    def near_partial(self) -> list[int]:
+        """Partial blocks that are near."""
+        return self.partial[self.num_far :]
 
     def append(self, block_ids: Sequence[int]) -> None:
         end = self.num_blocks + len(block_ids)
@@ -49,10 +67,29 @@ class _Request:
     def blocks(self, first: int, end: int) -> BlockIds:
         return self._blocks[first:end]
 
-    def block(self, position: int) -> int:
-        if position >= self.num_blocks:
-            raise IntegrityError(f"block {position} of a request that has {self.num_blocks}")
-        return int(self._blocks[position])
+    def begin_partial(self, first: int, end: int, *, are_near: bool) -> list[int]:
+        """Record that a step begins these blocks and leaves them partial; return their ids."""
+        if end > self.num_blocks:
+            raise IntegrityError(f"block {end - 1} of a request that has {self.num_blocks}")
+        begun: list[int] = self._blocks[first:end].tolist()
+        self.partial += begun
+        if not are_near:
+            self.num_far = len(self.partial)
+        return begun
+
+    def fill(self, num_full: int) -> list[int]:
+        """Record that the first blocks are full; return those that were near partial ones."""
+        filled = self.partial[: num_full - self.num_full]
+        near = filled[self.num_far :]
+        self.partial = self.partial[len(filled) :]
+        self.num_far -= len(filled) - len(near)
+        self.num_full = num_full
+        return near
+
+    def keeps_blocks_of(self, before: "_Request") -> bool:
+        """Return whether the request goes on in the partial blocks that it had before."""
+        first, end = before.num_full, before.num_full + len(before.partial)
+        return bool(before.partial) and self._blocks[first:end].tolist() == before.partial
 
 
 @dataclass(slots=True)
@@ -70,14 +107,18 @@ class StepPlanner:
     Args:
         num_blocks: block ids are below this.
         block_tokens: tokens a block holds.
+        has_drafts: steps write drafts of speculative decoding. Once some are accepted, the engine
+            may cache a block as full that is partial here.
     """
 
-    def __init__(self, *, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, *, num_blocks: int, block_tokens: int, has_drafts: bool = False) -> None:
         self._block_tokens = block_tokens
+        self._has_drafts = has_drafts
         self._requests: dict[str, _Request] = {}
         self._is_loaded = np.zeros(num_blocks, dtype=np.bool_)  # blocks the previous step loaded
         self._filled: list[BlockIds] = []  # blocks that the previous step filled
-        self._extended: dict[str, int] = {}  # offloaded partial blocks that the next step extends
+        # Offloaded partial blocks that the next step extends, by request.
+        self._extended: dict[str, list[int]] = {}
         self._steady = StepPlan()
         self._is_steady = False  # the next step loads and extends the same blocks
         self._partial_blocks_resident = True
@@ -86,8 +127,8 @@ class StepPlanner:
 
     @property
     def num_partial(self) -> int:
-        """Requests whose last block is partial."""
-        return sum(request.partial_block is not None for request in self._requests.values())
+        """Partial blocks of all requests."""
+        return sum(len(request.partial) for request in self._requests.values())
 
     @property
     def due(self) -> Set[str]:
@@ -116,8 +157,12 @@ class StepPlanner:
             IntegrityError: a request continues in a block that is neither new nor its partial one.
         """
         self._partial_blocks_resident = partial_blocks_resident
-        freed = [block for name in ended if (block := self._drop(name)) is not None]
-        evicted = [] if partial_blocks_resident else self._evict_partial()
+        freed: list[int] = []
+        evicted: list[int] = []
+        for name in ended:
+            self._end(name, freed, evicted)
+        if not partial_blocks_resident:
+            evicted += self._evict_partial()
         self._steps_on = 0
         self._due, self._filled, self._extended = {}, [], {}
         full: list[BlockIds] = []
@@ -125,17 +170,18 @@ class StepPlanner:
         written = _WrittenBlocks()
         for part in scheduled:
             request = self._track(part, freed)
-            full_before, partial = divmod(part.computed_tokens, self._block_tokens)
+            full_before = part.computed_tokens // self._block_tokens
             if full_before and num_far != 0:
                 full.append(request.blocks(0, full_before))
-            if partial and not request.partial_is_near:
-                extended.append(self._partial_block_at(part, request, full_before))
+            if request.num_far:
+                extended += request.partial[: request.num_far]
             self._classify(part, request, written)
         store_new, store_partial = _joined(written.store_new), _block_ids(written.store_partial)
         load_and_store = _block_ids(extended)
-        load = self._unique(full, store_new, load_and_store, store_partial)
+        near_partial = self._near_partial() if self._has_drafts else NO_BLOCKS
+        load = self._unique(full, store_new, load_and_store, store_partial, near_partial)
         self._steady = StepPlan(load=load, load_and_store=load_and_store, num_far=num_far)
-        self._is_steady = not self._filled and [*self._extended.values()] == extended
+        self._is_steady = not self._filled and self._all_extended() == extended
         return StepPlan(
             load=load,
             load_and_store=load_and_store,
@@ -208,7 +254,7 @@ class StepPlanner:
         """Return a plan with the blocks that the next step loads and extends."""
         if self._is_steady:
             return self._steady
-        load, extended = self._steady.load, [*self._extended.values()]
+        load, extended = self._steady.load, self._all_extended()
         if self._filled and num_far != 0:
             self._is_loaded[np.concatenate(self._filled)] = True
             load = np.flatnonzero(self._is_loaded)
@@ -221,84 +267,101 @@ class StepPlanner:
         self._is_steady = True
         return self._steady
 
+    def _all_extended(self) -> list[int]:
+        return [block for blocks in self._extended.values() for block in blocks]
+
     def _classify(self, part: ScheduledRequest, request: _Request, written: _WrittenBlocks) -> None:
         """Add the blocks that the request writes to ``written``."""
         block_tokens = self._block_tokens
-        full_before, partial = divmod(part.computed_tokens, block_tokens)
-        full_after, partial_after = divmod(
-            part.computed_tokens + part.scheduled_tokens, block_tokens
-        )
+        end = part.computed_tokens + part.scheduled_tokens
+        num_full, partial_after = divmod(end, block_tokens)
         # After this many steps of one token each, the partial block is full or a new block begins.
         left = block_tokens - partial_after if partial_after else 1
         self._due.setdefault(self._steps_on + left, set()).add(part.request_id)
-        first_new = full_before
-        if partial:
-            partial_block = self._partial_block_at(part, request, full_before)
-            if full_after == full_before:  # the block stays partial
-                if not request.partial_is_near:
-                    self._extended[part.request_id] = partial_block
-                return
-            request.partial_block = None
+        begun = request.num_full + len(request.partial)
+        if not request.num_full <= part.computed_tokens / block_tokens <= begun:
+            raise IntegrityError(
+                f"request {part.request_id} continues at token {part.computed_tokens}, but "
+                f"{request.num_full} blocks of {block_tokens} tokens are full, and behind them "
+                f"{request.partial} are partial"
+            )
+        end_begun = max(begun, -(-(end + part.draft_tokens) // block_tokens))
+        request.end_in_doubt = end + part.draft_tokens
+        if num_full != request.num_full or end_begun != begun:
+            self._write(request, num_full, end_begun, written)
+        if request.num_far:
+            self._extended[part.request_id] = request.partial[: request.num_far]
+        else:
             self._extended.pop(part.request_id, None)
-            if request.partial_is_near:
-                written.store_partial.append(partial_block)
-            first_new += 1
+
+    def _write(
+        self, request: _Request, num_full: int, end_begun: int, written: _WrittenBlocks
+    ) -> None:
+        """Record that the request has so many full blocks, and the others up to an end partial."""
         self._is_steady = False
-        if full_after > full_before:
-            self._filled.append(request.blocks(full_before, full_after))
-        end_new = full_after
-        if partial_after:
-            request.partial_block = request.block(full_after)
-            request.partial_is_near = self._partial_blocks_resident
-            if self._partial_blocks_resident:
-                written.alloc_partial.append(request.partial_block)
+        begun = request.num_full + len(request.partial)
+        if num_full > request.num_full:
+            self._filled.append(request.blocks(request.num_full, num_full))
+            written.store_partial += request.fill(num_full)
+        end_new = max(begun, num_full)
+        if end_new < end_begun:
+            are_near = self._partial_blocks_resident
+            partial = request.begin_partial(end_new, end_begun, are_near=are_near)
+            if are_near:
+                written.alloc_partial += partial
             else:
-                end_new += 1
-                self._extended[part.request_id] = request.partial_block
-        if first_new < end_new:
-            written.store_new.append(request.blocks(first_new, end_new))
+                end_new = end_begun
+        if begun < end_new:
+            written.store_new.append(request.blocks(begun, end_new))
 
     def _track(self, part: ScheduledRequest, freed: list[int]) -> _Request:
-        """Return the request with its new blocks; add a near partial block it left to ``freed``."""
+        """Return the request with its new blocks; add near partial blocks it left to ``freed``."""
         if not part.restarts:
             request = self._requests[part.request_id]
             if part.new_block_ids:
                 request.append(part.new_block_ids)
             return request
         before = self._requests.get(part.request_id)
-        partial_block = before.partial_block if before else None
         near_partial = self._drop(part.request_id)
-        request = self._requests[part.request_id] = _Request()
+        request = _Request(part.computed_tokens // self._block_tokens)
+        self._requests[part.request_id] = request
         request.append(part.new_block_ids)
-        position, partial = divmod(part.computed_tokens, self._block_tokens)
-        if partial and partial_block == request.block(position):
-            # The request is scheduled as new but keeps its blocks (a streaming session).
-            request.partial_block, request.partial_is_near = partial_block, near_partial is not None
-        elif near_partial is not None:
-            freed.append(near_partial)
+        if before and request.keeps_blocks_of(before):  # a streaming session
+            request.num_full, request.partial = before.num_full, before.partial
+            request.num_far = before.num_far
+        else:
+            freed += near_partial
         return request
 
-    def _drop(self, request_id: str) -> int | None:
-        """Stop tracking the request; return its partial block if that is near."""
+    def _end(self, request_id: str, freed: list[int], evicted: list[int]) -> None:
+        """Stop tracking a request; add its near partial blocks to those to free or to evict."""
+        request = self._requests.get(request_id)
+        near = self._drop(request_id)
+        if request and self._has_drafts and near:
+            # Drafts that were accepted may have filled these, and other requests may hit them.
+            num_full = request.end_in_doubt // self._block_tokens - request.num_full
+            count = max(0, num_full - request.num_far)
+            evicted += near[:count]
+            near = near[count:]
+        freed += near
+
+    def _near_partial(self) -> BlockIds:
+        """Return all near partial blocks: another request may hit one that is full by now."""
+        requests = self._requests.values()
+        return _block_ids([block for request in requests for block in request.near_partial])
+
+    def _drop(self, request_id: str) -> list[int]:
+        """Stop tracking the request; return its partial blocks that are near."""
         request = self._requests.pop(request_id, None)
-        return request.partial_block if request and request.partial_is_near else None
+        return request.near_partial if request else []
 
     def _evict_partial(self) -> list[int]:
         """Mark all partial blocks as far; return those that were near."""
-        near = [request for request in self._requests.values() if request.partial_is_near]
-        partial = [request.partial_block for request in near if request.partial_block is not None]
-        for request in near:
-            request.partial_is_near = False
-        return partial
-
-    def _partial_block_at(self, part: ScheduledRequest, request: _Request, position: int) -> int:
-        block_id = request.block(position)
-        if request.partial_block != block_id:
-            raise IntegrityError(
-                f"request {part.request_id} continues at token {part.computed_tokens} in block "
-                f"{block_id}, but its partial block is {request.partial_block}"
-            )
-        return block_id
+        evicted: list[int] = []
+        for request in self._requests.values():
+            evicted += request.near_partial
+            request.num_far = len(request.partial)
+        return evicted
 
     def _unique(self, full: list[BlockIds], *written: BlockIds) -> BlockIds:
         """Return each block once, ascending, without the blocks that this step writes.

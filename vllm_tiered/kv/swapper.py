@@ -135,7 +135,7 @@ class Swapper:
             IntegrityError: the plan does not fit the pages, as the scheduler's limit is wrong; or
                 the previous step was abandoned.
         """
-        if self._failure is not None or self._turns:
+        if self._failure is not None or self._turns or self._plan is not _NOTHING:
             raise IntegrityError("the step before was not computed to its end") from self._failure
         self.num_steps += 1
         self._plan = plan
@@ -249,7 +249,8 @@ class Swapper:
 
         Results computed with these blocks are wrong. Requests that use them must recompute them.
         """
-        lost, self._lost = self._lost, set()
+        # vLLM may ask before it ends the step (behind the drafter), so look for the latest, too.
+        lost, self._lost = self._lost | self.far.take_lost(), set()
         self._relocator.forget_blocks(lost)
         return lost
 

@@ -13,7 +13,7 @@ from tests.fakes.kv.request_model import Request, Step, Turn
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WorkerModel
 from vllm_tiered.devices.base import Device
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels, Level
+from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level, PartialBlocks
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 
 
@@ -34,6 +34,7 @@ class Setup:
         window_tokens: tokens that the layers of a second group see; 0 without such a group.
         has_states: a third group has a block per request for a recurrent state.
         staging_buffers: buffers that several offloaded layers need.
+        num_drafts: the most drafts of speculative decoding of a request in a step.
     """
 
     num_layers: int = 4
@@ -50,6 +51,15 @@ class Setup:
     window_tokens: int = 0
     has_states: bool = False
     staging_buffers: int = 2
+    num_drafts: int = 0
+
+    @property
+    def partial(self) -> PartialBlocks:
+        """The most partial blocks of one request."""
+        if not self.num_drafts:
+            return PartialBlocks()
+        in_doubt = self.num_drafts * (1 + self.ahead)
+        return PartialBlocks.of_drafts(self.num_drafts, in_doubt, self.block_tokens)
 
     @property
     def window_blocks(self) -> int:
@@ -63,7 +73,7 @@ class Setup:
     def sure_pages(self) -> tuple[int, int, int]:
         """Blocks, partial blocks and window blocks that one request can always have."""
         window = self.window_blocks
-        return self.sure_blocks + window, PARTIAL_WHILE_PREFILLING, window
+        return self.sure_blocks + window, self.partial.prefilling, window
 
     @property
     def levels(self) -> KvLevels | None:
@@ -81,6 +91,7 @@ class Setup:
             max_blocks=0,
             offloads_partial_blocks=self.offloads_partial_blocks,
             staging_buffers=self.staging_buffers,
+            partial=self.partial,
         )
         fewest = max(
             boundless.geometry(level).pages_needed(*self.sure_pages) for level in boundless.ladder
@@ -109,7 +120,10 @@ class Setup:
             "block_tokens": self.block_tokens,
         }
         boundless = KvGeometry(
-            **sizes, near_pages=0, partial_blocks_resident=not self.offloads_partial_blocks
+            **sizes,
+            near_pages=0,
+            partial_blocks_resident=not self.offloads_partial_blocks,
+            partial=self.partial,
         )
         fewest = boundless.pages_needed(*self.sure_pages)
         return replace(boundless, near_pages=fewest + self.spare_pages)
@@ -150,7 +164,10 @@ class Driver:
             window_tokens=setup.window_tokens,
             window_blocks=setup.window_blocks,
             num_columns=near_pages // setup.num_layers if setup.has_states else 0,
+            num_drafts=setup.num_drafts,
         )
+        if setup.num_drafts:
+            worker["check_bytes"] = False
         if setup.has_states:
             worker["has_states"] = True
         if setup.window_tokens:

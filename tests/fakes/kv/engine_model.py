@@ -8,9 +8,11 @@ layers, whose blocks are freed once a sliding window has passed them. With ``num
 another, with a block per request for its recurrent state, and no prefix cache. With ``ahead`` the
 next step is scheduled before the last one has run, as under vLLM's async scheduling. Then
 ``defer_frees`` keeps a request's blocks until the steps that still write them have run, as vLLM
-does for connectors.
+does for connectors. With ``num_drafts`` a decode step also computes drafts, of which a prefix is
+accepted; ``ahead``, that is known when the next step is scheduled already.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from tests.fakes.kv.request_model import Part, Request, Status, Step
 from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
-from vllm_tiered.kv.layout import PARTIAL_WHILE_PREFILLING, KvGeometry, KvLevels
+from vllm_tiered.kv.layout import KvGeometry, KvLevels
 from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
@@ -41,7 +43,10 @@ class EngineModel:
         window_tokens: int = 0,
         window_blocks: int = 0,
         num_columns: int = 0,
+        num_drafts: int = 0,
     ) -> None:
+        self.num_drafts = num_drafts
+        self.num_accepted = self.num_rejected = 0
         self.window_tokens = window_tokens
         self.has_states = num_columns > 0
         self.usable_blocks = usable_blocks
@@ -53,6 +58,7 @@ class EngineModel:
         self.planner = StepPlanner(
             num_blocks=usable_blocks + 1,
             block_tokens=geometry.block_tokens,
+            has_drafts=num_drafts > 0,
         )
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         if num_columns:
@@ -68,7 +74,7 @@ class EngineModel:
         if levels:
             self.expansion = Expansion(levels, self.elastic, levels.ladder[0])
             limits = [
-                levels.block_limit(level, PARTIAL_WHILE_PREFILLING, window_blocks)
+                levels.block_limit(level, levels.partial.prefilling, window_blocks)
                 for level in levels.ladder
             ]
             self.max_tokens = self.block_tokens * (min(limits) - window_blocks)
@@ -97,9 +103,12 @@ class EngineModel:
             parts = [self._with_column(part) for part in parts]
         for part in parts:
             request = part.request
-            request.computed = part.end_tokens
+            request.computed += part.num_tokens
+            request.certain = part.kept_end
             request.last_step = self._scheduled_steps
-            request.placeholders += part.samples and self.ahead
+            request.late_drafts = part.num_drafts if self.ahead else 0
+            if part.samples and self.ahead:
+                request.placeholders += 1 + part.num_drafts
         released = frozenset(range(1, self.usable_blocks + 1)) - frozenset(self.elastic.reserved)
         return Step(number=self._scheduled_steps, parts=tuple(parts), plan=plan, released=released)
 
@@ -110,16 +119,24 @@ class EngineModel:
             self._release(self._deferred.pop(0)[1])
         for part in step.parts:
             request = part.request
-            if part.preemptions == request.preemptions:
-                request.processed = part.end_tokens
+            is_stale = part.preemptions != request.preemptions
+            if not is_stale:
+                request.processed = part.kept_end
             if request.status is Status.FINISHED or not part.samples:
                 continue
             if step.number <= request.drop_until:
                 continue
-            request.known += 1
-            if part.preemptions == request.preemptions:
-                request.placeholders -= self.ahead
-                self._cache_full_blocks(request, request.computed - request.placeholders)
+            num_rejected = part.num_drafts - part.num_accepted
+            self.num_accepted += part.num_accepted
+            self.num_rejected += num_rejected
+            num_new = min(1 + part.num_accepted, len(request.tokens) - request.known)
+            request.known += num_new
+            if not is_stale:
+                request.computed -= num_rejected
+                if self.ahead:
+                    request.placeholders -= num_rejected + num_new
+                if self.ahead or self.num_drafts:  # vLLM 0.32 does the latter only if ahead
+                    self._cache_full_blocks(request, request.computed - request.placeholders)
             if request.known == len(request.tokens):
                 if request.turns and request.status is Status.RUNNING:
                     self._next_turn(request)
@@ -137,6 +154,12 @@ class EngineModel:
             room = self.max_tokens - request.computed - 1
             if (num_tokens := min(chunk(), request.remaining, room)) <= 0:
                 continue
+            num_drafts = 0
+            if num_tokens == request.remaining == 1 and self.num_drafts:
+                # None of them behind the last token of the request, which tokens stand for.
+                left = len(request.tokens) - request.known - request.placeholders
+                num_drafts = max(0, min(self.num_drafts, chunk() - 1, room - 1, left - 1))
+                num_tokens += num_drafts
             new_blocks = self._grow(request, request.computed + num_tokens)
             while new_blocks is None:
                 victim = self.running[-1]
@@ -148,7 +171,9 @@ class EngineModel:
                 if victim is request:
                     return parts
                 new_blocks = self._grow(request, request.computed + num_tokens)
-            parts.append(self._part(request, new_blocks, num_tokens, restarts=False))
+            parts.append(
+                self._part(request, new_blocks, num_tokens, restarts=False, num_drafts=num_drafts)
+            )
         return parts
 
     def _schedule_waiting(self, chunk: Callable[[], int]) -> list[Part]:
@@ -164,7 +189,8 @@ class EngineModel:
             queue.popleft()
             self.running.append(request)
             request.status = Status.RUNNING
-            request.computed = computed
+            request.computed = request.certain = computed
+            request.late_drafts = 0
             self.num_hits += len(hits)
             parts.append(self._part(request, request.blocks, num_tokens, restarts=True))
         return parts
@@ -207,8 +233,20 @@ class EngineModel:
         )
 
     def _part(
-        self, request: Request, new_blocks: Sequence[int], num_tokens: int, *, restarts: bool
+        self,
+        request: Request,
+        new_blocks: Sequence[int],
+        num_tokens: int,
+        *,
+        restarts: bool,
+        num_drafts: int = 0,
     ) -> Part:
+        was_in_last_step = request.last_step == self._scheduled_steps - 1
+        late = request.late_drafts if was_in_last_step else 0
+        num_accepted = 0
+        if num_drafts:
+            draw = f"{request.request_id} {request.certain} {self._scheduled_steps}"
+            num_accepted = zlib.crc32(draw.encode()) % (num_drafts + 1)
         return Part(
             request=request,
             tokens=request.tokens,
@@ -220,11 +258,16 @@ class EngineModel:
                 request_id=request.request_id,
                 new_block_ids=tuple(new_blocks),
                 restarts=restarts,
-                computed_tokens=request.computed,
-                scheduled_tokens=num_tokens,
+                computed_tokens=request.computed - late,
+                scheduled_tokens=num_tokens - num_drafts,
+                draft_tokens=num_drafts + late,
             ),
-            samples=num_tokens == request.remaining,
+            samples=num_tokens - num_drafts == request.remaining,
             preemptions=request.preemptions,
+            first=request.certain,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            num_accepted=num_accepted,
         )
 
     def _with_column(self, part: Part) -> Part:
@@ -345,7 +388,8 @@ class EngineModel:
 
     def _preempt(self, request: Request) -> None:
         self._free(request)
-        request.computed = request.placeholders = request.processed = 0
+        request.computed = request.placeholders = request.processed = request.certain = 0
+        request.late_drafts = 0
         request.preemptions += 1
         request.status = Status.WAITING
         self.waiting.appendleft(request)

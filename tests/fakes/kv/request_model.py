@@ -35,8 +35,10 @@ class Request:
     num_prompt: int
     turns: deque[Turn] = field(default_factory=deque)
     known: int = 0
-    computed: int = 0
-    placeholders: int = 0  # sampled by steps that have not run yet
+    computed: int = 0  # with the drafts of steps that have not run yet
+    placeholders: int = 0  # sampled by steps that have not run yet, drafts included
+    late_drafts: int = 0  # of the latest step, if its outcome is not known
+    certain: int = 0  # computed tokens without the drafts that will be rejected
     preemptions: int = 0
     last_step: int = 0
     drop_until: int = 0  # samples of steps up to this one are dropped
@@ -67,10 +69,20 @@ class Part:
     scheduled: ScheduledRequest
     samples: bool
     preemptions: int
+    first: int  # position of the first token that the step computes
+    num_tokens: int  # with its drafts
+    num_drafts: int = 0
+    num_accepted: int = 0  # drafts that the step will accept
 
     @property
     def end_tokens(self) -> int:
-        return self.scheduled.computed_tokens + self.scheduled.scheduled_tokens
+        """End of the tokens that the step computes, rejected drafts included."""
+        return self.first + self.num_tokens
+
+    @property
+    def kept_end(self) -> int:
+        """End of the tokens that the step computes and that are kept."""
+        return self.end_tokens - self.num_drafts + self.num_accepted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ class WorkerModel:
                 page = layer * num_columns + part.state_column
                 block_id = part.state_block
                 assert part.state_column > 0
-                if part.scheduled.computed_tokens:
+                if part.first:
                     seen = self.words[page]
                     if (seen != self.truth[layer, block_id]).any():
                         raise WrongKv(f"the state of block {block_id} in layer {layer} is {seen}")
@@ -266,7 +266,7 @@ class WorkerModel:
         """Return block ids and slots of the step's tokens, with or without earlier tokens."""
         block_ids, slots = [], []
         for part in parts:
-            computed = part.scheduled.computed_tokens
+            computed = part.first
             seen_from = max(0, computed - self._window_tokens + 1) if window else 0
             positions = np.arange(computed if new_only else seen_from, part.end_tokens)
             blocks = np.array(part.window_blocks if window else part.blocks)
@@ -286,14 +286,16 @@ class WorkerModel:
                 if new_only:
                     self.prefixes[block_ids, slots] = own
                 else:
-                    assert (self.prefixes[block_ids, slots] == own).all(), "a wrong prefix hit"
+                    kept = len(slots) - (part.end_tokens - part.kept_end)
+                    seen = self.prefixes[block_ids, slots][:kept]
+                    assert (seen == own[:kept]).all(), "a wrong prefix hit"
 
     def _prefix_hashes(self, part: Part) -> "np.ndarray":
         tokens = part.tokens
-        # Under async scheduling a request runs for one token more than its last.
-        return np.array(
-            [hash((*tokens[:end], end)) for end in range(1, part.end_tokens + 1)], dtype=np.int64
-        )
+        # Under async scheduling a request runs for some tokens more than its last.
+        hashes = [hash((*tokens[:end], end)) for end in range(1, part.kept_end + 1)]
+        hashes += [-1] * (part.end_tokens - part.kept_end)  # rejected drafts are no one's tokens
+        return np.array(hashes, dtype=np.int64)
 
     def _check_step(self, step: Step) -> None:
         self.swapper.check_integrity()
@@ -306,11 +308,11 @@ class WorkerModel:
         extended: set[int] = set()
         filled: list[int] = []
         for part in step.parts:
-            first, partial = divmod(part.scheduled.computed_tokens, block_tokens)
+            first, partial = divmod(part.first, block_tokens)
             read.update(part.blocks[:first])
             extended.update(part.blocks[first : first + bool(partial)])
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
-            filled += part.blocks[first : part.end_tokens // block_tokens]
+            filled += part.blocks[first : part.kept_end // block_tokens]
         assert len(set(filled)) == len(filled)
         per_block = len(order.offloaded) * self._geometry.page_bytes
         num_read, num_written = len(read - touched), len(filled)

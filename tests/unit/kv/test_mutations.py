@@ -24,9 +24,9 @@ from tests.fakes.kv.worker_model import CountedDevice, WrongKv
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import Pages
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.kv import block_limit
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.far_tier import FarTier
+from vllm_tiered.kv.layout import PartialBlocks
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import PagePool
@@ -81,6 +81,25 @@ SETUPS = (
         ahead=True,
         adaptive=True,
         offloads_partial_blocks=True,
+    ),
+    Setup(num_layers=5, num_far=4, block_tokens=3, sure_blocks=5, spare_pages=8, num_drafts=3),
+    Setup(
+        num_layers=5,
+        num_far=4,
+        sure_blocks=6,
+        spare_pages=40,
+        ahead=True,
+        num_drafts=6,
+    ),
+    Setup(
+        num_layers=4,
+        num_far=3,
+        sure_blocks=7,
+        spare_pages=9,
+        ahead=True,
+        adaptive=True,
+        offloads_partial_blocks=True,
+        num_drafts=4,
     ),
     Setup(num_layers=5, num_far=4, block_tokens=8, sure_blocks=2, spare_pages=9),
     Setup(num_layers=5, num_far=4, block_tokens=8, sure_blocks=2, offloads_partial_blocks=True),
@@ -227,7 +246,11 @@ def write_twice(original):
 
 
 def keep_freed_partial_blocks(original):
-    return lambda self, request_id: self._requests.pop(request_id, None) and None
+    def drop(self, request_id):
+        original(self, request_id)
+        return []
+
+    return drop
 
 
 def partial_blocks_not_in_table(original):
@@ -239,7 +262,27 @@ def partial_blocks_not_in_table(original):
 
 
 def one_partial_block_while_prefilling(original):
-    return original - 1
+    def admit(self, request_id, prefill_tokens):
+        original(self, request_id, prefill_tokens)
+        self._charges[request_id] -= 1
+
+    return admit
+
+
+def drafts_begin_no_block(original):
+    return classmethod(lambda cls, num_drafts, in_doubt, block_tokens: cls())
+
+
+def drafts_count_as_certain(original):
+    def classify(self, part, request, written):
+        num_tokens = part.scheduled_tokens + part.draft_tokens
+        original(self, part._replace(scheduled_tokens=num_tokens, draft_tokens=0), request, written)
+
+    return classify
+
+
+def forget_what_accepted_drafts_filled(original):
+    return lambda self, request_id, freed, evicted: freed.extend(self._drop(request_id))
 
 
 def reserve_one_too_few(original):
@@ -335,10 +378,10 @@ def partial_blocks_become_far_unwritten(original):
 
 def partial_blocks_that_left_count_as_near(original):
     def evict_partial(self):
-        near = [request for request in self._requests.values() if request.partial_is_near]
+        before = {name: request.num_far for name, request in self._requests.items()}
         partial = original(self)
-        for request in near:
-            request.partial_is_near = True
+        for name, num_far in before.items():
+            self._requests[name].num_far = num_far
         return partial
 
     return evict_partial
@@ -403,9 +446,10 @@ MUTATIONS = (
     Mutation(Staging, "fits", keep_buffers_of_other_blocks, WrongKv),
     Mutation(Staging, "fits", keep_buffers_that_had_new_blocks, IntegrityError),
     Mutation(ElasticBlocks, "excess", shrink_before_blocks_fit, IntegrityError),
-    Mutation(
-        block_limit, "PARTIAL_WHILE_PREFILLING", one_partial_block_while_prefilling, IntegrityError
-    ),
+    Mutation(ElasticBlocks, "admit", one_partial_block_while_prefilling, IntegrityError),
+    Mutation(PartialBlocks, "of_drafts", drafts_begin_no_block, AssertionError),
+    Mutation(StepPlanner, "_classify", drafts_count_as_certain, IntegrityError),
+    Mutation(StepPlanner, "_end", forget_what_accepted_drafts_filled, AssertionError),
     Mutation(ElasticBlocks, "blocks_to_reserve", reserve_one_too_few, IntegrityError),
     Mutation(ElasticBlocks, "blocks_to_reserve_for_growth", grow_without_pages, IntegrityError),
     Mutation(ResidentBlocks, "cache", free_the_pages_of_cached_blocks, AssertionError),
@@ -425,6 +469,8 @@ def test_unbroken_passes():
     expansions = [driver.engine.expansion for driver in drivers]
     assert sum(expansion.num_changes for expansion in expansions if expansion) > 100
     assert sum(driver.worker.num_kept for driver in drivers) > 100
+    assert sum(driver.engine.num_accepted for driver in drivers) > 100
+    assert sum(driver.engine.num_rejected for driver in drivers) > 100
 
 
 def test_unbroken_passes_on_delayed_threads():

@@ -17,13 +17,14 @@ def planner():
     return StepPlanner(num_blocks=100, block_tokens=4)
 
 
-def part(name, computed, scheduled, new_blocks=(), *, restarts=False):
+def part(name, computed, scheduled, new_blocks=(), *, restarts=False, drafts=0):
     return ScheduledRequest(
         request_id=name,
         new_block_ids=new_blocks,
         restarts=restarts,
         computed_tokens=computed,
         scheduled_tokens=scheduled,
+        draft_tokens=drafts,
     )
 
 
@@ -125,6 +126,47 @@ def test_a_released_block_may_be_written_in_the_same_step(planner):
     assert classes(plan) == {"free_partial": [3], "alloc_partial": [3]}
 
 
+def test_a_block_is_full_when_its_drafts_are_accepted(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    plan = planner.plan([part("a", 6, 1, [9], drafts=3)], ())
+    assert classes(plan) == {"load": [7], "alloc_partial": [9]}
+    assert planner.num_partial == 2
+    # All drafts are rejected: the same tokens again, in the same blocks.
+    plan = planner.plan([part("a", 7, 1, drafts=3)], ())
+    assert classes(plan) == {"load": [7], "store_partial": [3]}
+    # They are all accepted, and fill no block.
+    plan = planner.plan([part("a", 11, 1, [5], drafts=3)], ())
+    assert classes(plan) == {"load": [3, 7], "store_partial": [9], "alloc_partial": [5]}
+
+
+def test_a_block_that_accepted_drafts_filled_is_written_out_later(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], ())
+    planner.plan([part("a", 6, 1, [9], drafts=3)], ())
+    plan = planner.plan([part("a", 10, 1)], ())
+    assert classes(plan) == {"load": [7], "store_partial": [3]}
+
+
+def test_drafts_in_offloaded_partial_blocks(planner):
+    planner.plan([part("a", 0, 6, [7, 3], restarts=True)], (), partial_blocks_resident=False)
+    plan = planner.plan([part("a", 6, 1, [9], drafts=3)], (), partial_blocks_resident=False)
+    assert classes(plan) == {"load": [7], "load_and_store": [3], "store_new": [9]}
+    plan = planner.plan([part("a", 10, 1)], (), partial_blocks_resident=False)
+    assert classes(plan) == {"load": [7], "load_and_store": [3, 9]}
+    plan = planner.plan([part("a", 11, 1)], (), partial_blocks_resident=False)
+    assert classes(plan) == {"load": [3, 7], "load_and_store": [9]}
+
+
+def test_what_accepted_drafts_may_have_filled_is_kept():
+    """The engine may cache a block that is not known to be full here."""
+    planner = StepPlanner(num_blocks=100, block_tokens=4, has_drafts=True)
+    planner.plan([part("a", 0, 6, [7, 3, 9], restarts=True, drafts=3)], ())
+    hit = part("b", 8, 1, [7, 3, 5], restarts=True)
+    plan = planner.plan([hit], ())  # "a" is left out, and its block is near still
+    assert classes(plan) == {"load": [7], "alloc_partial": [5]}
+    plan = planner.plan([part("b", 9, 1)], ["a"])
+    assert classes(plan) == {"load": [3, 7], "free_partial": [9], "evict_partial": [3]}
+
+
 def test_released_and_reserved_blocks_are_passed_on(planner):
     plan = planner.plan([], (), released=[4, 5], reserved=[6])
     assert classes(plan) == {"released": [4, 5], "reserved": [6]}
@@ -148,7 +190,7 @@ def test_block_tokens_of_one_never_have_partial_blocks():
 
 @pytest.mark.parametrize("scheduled", [2, 1], ids=["fills", "fills-further"])
 def test_going_on_behind_a_block_that_is_no_partial_block(planner, scheduled):
-    with pytest.raises(IntegrityError, match="continues at token 6 in block 3"):
+    with pytest.raises(IntegrityError, match="continues at token 6, but 1 blocks"):
         planner.plan([part("a", 6, scheduled, [7, 3], restarts=True)], ())
 
 

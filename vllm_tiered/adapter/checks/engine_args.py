@@ -133,11 +133,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             spec_tokens="--spec-tokens",
         ),
         conflicts={
-            Part.KV: Conflict(
-                reason="the draft model's KV layers run outside the order in which layers are "
-                "staged",
-                remedy="leave speculative decoding out",
-            ),
             Part.WEIGHTS: Conflict(
                 reason="the draft model's layers run outside the order in which sublayers are "
                 "loaded",

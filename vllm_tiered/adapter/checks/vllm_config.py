@@ -174,11 +174,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=_find_speculation,
         conflicts={
-            Part.KV: Conflict(
-                reason="the draft model's KV layers run outside the order in which layers are "
-                "staged",
-                remedy="name the target model alone",
-            ),
             Part.EXPERTS: Conflict(
                 reason="near memory is divided before the draft model's experts are known",
                 remedy="name the target model alone",

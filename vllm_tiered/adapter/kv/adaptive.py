@@ -105,8 +105,9 @@ class AdaptiveExpansion:
         # Sessions that share blocks hold fewer than this: at most the used blocks and the growth of
         # one session.
         held = min(step.session_blocks, step.used_blocks + longest)
-        # A level's limit counts the partial blocks of one request, but each session has its own.
-        held += math.ceil(step.num_sessions * self._levels.max_blocks_per_partial)
+        # A level's limit counts the partial blocks of one request, but each session has some.
+        num_partial = step.num_sessions * self._levels.partial.decoding
+        held += math.ceil(num_partial * self._levels.max_blocks_per_partial)
         return max(longest, held + self._blocks_to_grow(step.longest_beside_sessions))
 
     def _blocks_to_grow(self, tokens: int) -> int:

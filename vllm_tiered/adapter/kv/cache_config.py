@@ -15,14 +15,13 @@ from functools import partial
 from typing import Any
 
 from vllm_tiered.adapter.compat import wrap_once
-from vllm_tiered.adapter.kv import attention_backend, obstacles
+from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level
-from vllm_tiered.kv.policy import POLICIES
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -174,18 +173,21 @@ def tiered_kv_cache_configs(
             setattr(kv_cache_config, kv_plan.LEFT_TO_VLLM, left)
         return configs
 
-    if (obstacle := obstacles.known_obstacle()) is not None:
-        return leave_to_vllm(obstacle)
+    facts = obstacles.known_facts()
+    if facts.obstacle is not None:
+        return leave_to_vllm(facts.obstacle)
     # Only to see the groups: with little memory vLLM would refuse a length that levels make fit.
     with _no_blocks_override(vllm_config.cache_config):
         roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
-    if (obstacle := obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit)) is not None:
+    obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts.draft_layers)
+    if obstacle is not None:
         return leave_to_vllm(obstacle)
-    groups = read_groups(vllm_config, roomy[0].kv_cache_groups)
+    groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers)
     stack = groups.stack
     spec = roomy[0].kv_cache_groups[groups.index].kv_cache_spec
     block_bytes = spec.page_size_bytes * stack.num_layers
+    partial_blocks = drafts.partial_blocks(vllm_config, spec.block_size)
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
     near_pages = near_bytes // spec.page_size_bytes
     num_far = kv_plan.resolve_num_far(kv, stack)
@@ -200,15 +202,15 @@ def tiered_kv_cache_configs(
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
-        reachable = kv_plan.make_levels(kv, spec, stack, near_pages)
+        reachable = kv_plan.make_levels(kv, spec, stack, near_pages, partial_blocks)
         levels = adaptive_levels(kv, reachable, **sizes)
         has_far_layers = bool(levels.max_num_far)
         num_blocks = levels.max_blocks + 1
         max_tokens = partial(kv_plan.max_request_tokens, levels)
     else:
-        order = POLICIES[kv.policy](stack.num_layers, num_far, stack.staging_buffers)
+        order = kv_plan.layer_order(kv.policy, stack, num_far)
         has_far_layers = bool(order.offloaded)
-        geometry = kv_plan.make_geometry(order, spec, near_pages)
+        geometry = kv_plan.make_geometry(order, spec, near_pages, partial_blocks)
         num_blocks = logical_blocks(kv, geometry, **sizes) if has_far_layers else 0
         max_tokens = partial(geometry.max_request_tokens, num_blocks - 1)
     if not has_far_layers:
@@ -219,6 +221,7 @@ def tiered_kv_cache_configs(
     if fits_length:  # to all blocks, including partial ones
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     for kv_cache_config in configs:
+        setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.
         kv_cache_config.kv_cache_tensors = [

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.kv.drafts import Drafts, num_draft_tokens
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
@@ -104,6 +105,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                drafts=Drafts() if num_draft_tokens(vllm_config) else None,
                 timeline=open_timeline(vllm_config, plan, self._world_size, config.report),
             )
         elif report_path is not None:

@@ -4,14 +4,19 @@
 vLLM puts the layers of a hybrid model into groups, each with its own block table. The l-th layers
 of all groups share their pages, and a block belongs to one group at a time. The group of full
 attention is *offloadable*. The others keep a window, a chunk or a state, and are *resident*.
+
+The layers of a draft model belong to the offloadable group and stay near: they are small, and run
+several times a step, behind all others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from vllm_tiered.kv.layout import SPACED_STAGING_BUFFERS, STAGING_BUFFERS, LayerStack
+
+NO_LAYERS: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +44,20 @@ class KvGroups:
 
     Attributes:
         index: vLLM's index of the offloadable group.
-        layer_names: names of its layers, in the order of computation.
+        layer_names: names of its layers, in the order of computation, without the draft model's.
+        draft_names: names of the draft model's layers in it.
         resident: the other groups.
     """
 
     index: int
     layer_names: tuple[str, ...]
+    draft_names: tuple[str, ...] = ()
     resident: tuple[ResidentGroup, ...] = ()
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of all layers of the offloadable group, by their row in the mapping table."""
+        return self.layer_names + self.draft_names
 
     @property
     def layer_indices(self) -> tuple[int, ...]:
@@ -54,8 +66,8 @@ class KvGroups:
 
     @property
     def num_resident_layers(self) -> int:
-        """Layers of the resident groups."""
-        return sum(len(group.layer_names) for group in self.resident)
+        """Layers that always stay near: those of the resident groups, and the draft model's."""
+        return len(self.draft_names) + sum(len(group.layer_names) for group in self.resident)
 
     @property
     def stack(self) -> LayerStack:
@@ -63,9 +75,10 @@ class KvGroups:
         indices = self.layer_indices
         is_spaced = min((later - earlier for earlier, later in pairwise(indices)), default=1) > 1
         return LayerStack(
-            num_layers=len(indices),
+            num_layers=len(self.all_names),
             staging_buffers=SPACED_STAGING_BUFFERS if is_spaced else STAGING_BUFFERS,
             hides_first_read=indices[0] > 0,
+            num_draft=len(self.draft_names),
         )
 
     def resident_blocks(self, num_tokens: int) -> int:
@@ -76,16 +89,24 @@ class KvGroups:
         )
 
 
-def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
-    """Return the groups of vLLM's ``KVCacheGroupSpec`` objects; no obstacle was found in them."""
+def read_groups(
+    vllm_config: Any, kv_cache_groups: Sequence[Any], draft_layers: Set[str] = NO_LAYERS
+) -> KvGroups:
+    """Return the groups of vLLM's ``KVCacheGroupSpec`` objects; no obstacle was found in them.
+
+    Args:
+        draft_layers: names of a draft model's layers.
+    """
     index = next(at for at, group in enumerate(kv_cache_groups) if _is_offloadable(group))
+    names = kv_cache_groups[index].layer_names
     return KvGroups(
         index=index,
-        layer_names=_sorted_names(kv_cache_groups[index]),
+        layer_names=_sorted_names(name for name in names if name not in draft_layers),
+        draft_names=tuple(sorted(draft_layers & set(names))),
         resident=tuple(
             ResidentGroup(
                 index=at,
-                layer_names=_sorted_names(group),
+                layer_names=_sorted_names(group.layer_names),
                 block_tokens=group.kv_cache_spec.block_size,
                 most_blocks=-(
                     -group.kv_cache_spec.max_memory_usage_bytes(vllm_config)
@@ -99,12 +120,20 @@ def read_groups(vllm_config: Any, kv_cache_groups: Sequence[Any]) -> KvGroups:
     )
 
 
-def find_group_obstacle(kv_cache_groups: Sequence[Any]) -> str | None:
-    """Return why a model with these groups cannot be swapped; None if it can."""
+def find_group_obstacle(
+    kv_cache_groups: Sequence[Any], draft_layers: Set[str] = NO_LAYERS
+) -> str | None:
+    """Return why a model with these groups cannot be swapped; None if it can.
+
+    Args:
+        draft_layers: names of a draft model's layers.
+    """
     offloadable = [group for group in kv_cache_groups if _is_offloadable(group)]
     if len(offloadable) != 1:
         return f"vLLM keeps the layers of full attention in {len(offloadable)} groups, not in one"
-    if (name := _name_without_order(kv_cache_groups, offloadable[0])) is not None:
+    if elsewhere := sorted(draft_layers - set(offloadable[0].layer_names)):
+        return f"the draft model's KV cache is not of the model's kind ({elsewhere[0]})"
+    if (name := _name_without_order(kv_cache_groups, offloadable[0], draft_layers)) is not None:
         return f"the order of the layers cannot be told from their names ({name})"
     most = max(len(group.layer_names) for group in kv_cache_groups)
     if len(offloadable[0].layer_names) != most:
@@ -145,11 +174,13 @@ def _is_offloadable(group: Any) -> bool:
     return is_full_attention(group.kv_cache_spec)
 
 
-def _name_without_order(kv_cache_groups: Sequence[Any], offloadable: Any) -> str | None:
+def _name_without_order(
+    kv_cache_groups: Sequence[Any], offloadable: Any, draft_layers: Set[str]
+) -> str | None:
     """Return a layer's name that has no number, several, or that of another offloadable layer."""
     for group in kv_cache_groups:
         seen: set[int] = set()
-        for name in group.layer_names:
+        for name in (name for name in group.layer_names if name not in draft_layers):
             try:
                 index = _layer_index(name)
             except (AssertionError, ValueError):
@@ -160,8 +191,8 @@ def _name_without_order(kv_cache_groups: Sequence[Any], offloadable: Any) -> str
     return None
 
 
-def _sorted_names(group: Any) -> tuple[str, ...]:
-    return tuple(sorted(group.layer_names, key=_layer_index))
+def _sorted_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=_layer_index))
 
 
 def _layer_index(name: str) -> int:

@@ -100,13 +100,17 @@ def _update_request_as_session(original: Any, scheduler: Any, session: Any, upda
             _start_over(scheduler, session)
 
 
-def _update_from_output(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _update_from_output(
+    original: Any, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Give up a failed storage tier after the step, and end the requests that cannot be served."""
     from vllm_tiered.adapter.kv.connector import TieredConnector
 
-    outputs = original(scheduler, *args, **kwargs)
+    outputs = original(scheduler, scheduler_output, *args, **kwargs)
     connector = scheduler.connector
     ours = connector.scheduler_side if isinstance(connector, TieredConnector) else None
+    if ours is not None:
+        ours.end_step(scheduler_output)
     if ours is not None and ours.must_give_up_storage:
         ours.give_up_storage()
         _preempt(scheduler, list(scheduler.running))

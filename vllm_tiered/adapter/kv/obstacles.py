@@ -3,17 +3,19 @@
 
 A worker knows it as soon as the model is built, before its weights are loaded. What the user set by
 hand is refused then. Otherwise the engine core asks every worker before it plans the KV cache
-(`ask_workers`), and leaves the plan to vLLM if one of them names an obstacle.
+(`ask_workers`), and leaves the plan to vLLM if one of them names an obstacle. The workers also name
+the layers of a draft model then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv.groups import (
+    NO_LAYERS,
     find_group_obstacle,
     is_full_attention,
     is_recurrent,
@@ -22,10 +24,23 @@ from vllm_tiered.adapter.kv.groups import (
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.errors import UnsupportedError
 
-WORKER_METHOD = "tiered_kv_obstacle"
+WORKER_METHOD = "tiered_model_facts"
 """Method that is added to vLLM's workers, as only a method's name can be sent to them."""
 
-_found: ContextVar[str | None] = ContextVar("obstacle of the engine that is being started")
+
+class ModelFacts(NamedTuple):
+    """What a worker says of its model.
+
+    Attributes:
+        obstacle: why its KV cache cannot be swapped; None if it can.
+        draft_layers: names of a draft model's layers with a KV cache.
+    """
+
+    obstacle: str | None = None
+    draft_layers: Set[str] = NO_LAYERS
+
+
+_facts: ContextVar[ModelFacts] = ContextVar("facts about the engine that is being started")
 
 
 def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
@@ -60,12 +75,31 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
             "model runner V2 copies recurrent states before the step's plan is known to the worker "
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
+    if (obstacle := _find_draft_obstacle(vllm_config, specs)) is not None:
+        return obstacle
     if others := sorted(backends.keys() - set(ATTENTION_BACKENDS)):
         return (
             f"block tables of the attention backend {', '.join(others)} cannot be translated layer "
             f"by layer, those of {', '.join(ATTENTION_BACKENDS)} can (--attention-backend)"
         )
     return _find_split_blocks(backends) if is_loaded else None
+
+
+def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
+    """Find what of speculative decoding rules swapping out."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return None
+    if any(map(is_recurrent, specs)):
+        return "recurrent states are kept for each draft of speculative decoding"
+    if speculation.method in ("dflash", "dspark"):
+        return f"drafts by {speculation.method} write KV outside the draft model's steps"
+    if vllm_config.use_v2_model_runner and not speculation.method.startswith("ngram"):
+        return (
+            "model runner V2 runs the draft model in CUDA graphs of its own "
+            "(VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    return None
 
 
 def _find_split_blocks(backends: dict[str, tuple[Any, Any]]) -> str | None:
@@ -108,17 +142,19 @@ def find_plan_obstacle(
     kv_cache_configs: list[Any],
     kv_cache_specs: list[dict[str, Any]],
     prefix_match_unit: int | None = None,
+    draft_layers: Set[str] = NO_LAYERS,
 ) -> str | None:
     """Return why the KV caches that vLLM has planned cannot be swapped; None if they can.
 
     Args:
         kv_cache_specs: vLLM's specs by layer name, for each rank.
         prefix_match_unit: as configured in vLLM.
+        draft_layers: names of a draft model's layers.
     """
     for config, specs_by_name in zip(kv_cache_configs, kv_cache_specs, strict=True):
         groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
         specs = [group.kv_cache_spec for group in groups]
-        obstacle = find_spec_obstacle(specs) or find_group_obstacle(groups)
+        obstacle = find_spec_obstacle(specs) or find_group_obstacle(groups, draft_layers)
         if obstacle is not None:
             return obstacle
         if config.has_mixed_precision_kv_cache:
@@ -154,20 +190,21 @@ def refuse(obstacle: str) -> UnsupportedError:
     )
 
 
-def known_obstacle() -> str | None:
-    """Return what a worker of the engine that is being started has named."""
-    return _found.get(None)
+def known_facts() -> ModelFacts:
+    """Return what the workers of the engine that is being started have said."""
+    return _facts.get(ModelFacts())
 
 
 @contextmanager
 def ask_workers(engine: Any) -> Iterator[None]:
-    """Ask the workers of an `EngineCore` for obstacles, which are known inside the block."""
+    """Ask the workers of an `EngineCore` for facts, which are known inside the block."""
     answers = engine.model_executor.collective_rpc(WORKER_METHOD)
-    token = _found.set(next((answer for answer in answers if answer is not None), None))
+    obstacle = next((facts.obstacle for facts in answers if facts.obstacle is not None), None)
+    token = _facts.set(answers[0]._replace(obstacle=obstacle))
     try:
         yield
     finally:
-        _found.reset(token)
+        _facts.reset(token)
 
 
 def install() -> None:
@@ -188,11 +225,13 @@ def check_built_models() -> None:
     wrap_once(BaseModelLoader, "create_model", _create_model)
 
 
-def _answer(worker: Any) -> str | None:
+def _answer(worker: Any) -> ModelFacts:
     from vllm.config import set_current_vllm_config
 
+    drafter = getattr(worker.model_runner, "drafter", None)  # of model runner V1
+    draft_layers = frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
     with set_current_vllm_config(worker.vllm_config):  # some backends look into it
-        return find_model_obstacle(worker.vllm_config, is_loaded=True)
+        return ModelFacts(find_model_obstacle(worker.vllm_config, is_loaded=True), draft_layers)
 
 
 def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,23 +11,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
-from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
+from vllm_tiered.adapter.kv.drafts import partial_blocks
+from vllm_tiered.adapter.kv.groups import NO_LAYERS, KvGroups, read_groups
 from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import (
-    PARTIAL_WHILE_PREFILLING,
     KvGeometry,
     KvLevels,
     LayerStack,
     Level,
+    PartialBlocks,
 )
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.units import gib_to_bytes
 
 LEFT_TO_VLLM = "tiered_left_to_vllm"
 """Attribute of a KVCacheConfig that vLLM planned without us: a :class:`LeftToVllm`."""
+
+DRAFT_LAYERS = "tiered_draft_layers"
+"""Attribute of a KVCacheConfig: the names of a draft model's layers."""
 
 
 class LeftToVllm(NamedTuple):
@@ -129,8 +133,7 @@ class KvPlan:
         if self.levels is None:
             return ()
         levels = range(self.levels.max_num_far + 1)
-        n, buffers = self.stack.num_layers, self.stack.staging_buffers
-        return tuple(interleave(n, num_far, buffers) for num_far in levels)
+        return tuple(layer_order("interleave", self.stack, num_far) for num_far in levels)
 
     @property
     def swaps(self) -> bool:
@@ -169,9 +172,10 @@ def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
     num_far = stack.num_far_for(wanted)
     if num_far is None:
         buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
+        drafts = f" ({stack.num_draft} of a draft model)" if stack.num_draft else ""
         raise ConfigError(
-            f"kv.expansion={wanted:g} cannot be reached: {stack.num_layers} layers with {buffers} "
-            f"reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
+            f"kv.expansion={wanted:g} cannot be reached: {stack.num_layers} layers{drafts} with "
+            f"{buffers} reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
         )
     return num_far
 
@@ -186,7 +190,14 @@ def why_no_layer_is_far(kv: KvConfig) -> str:
     )
 
 
-def make_levels(kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int) -> KvLevels:
+def layer_order(policy: str, stack: LayerStack, num_far: int) -> SwapOrder:
+    """Return the layers' roles under a policy."""
+    return POLICIES[policy](stack.num_layers, num_far, stack.staging_buffers, stack.num_draft)
+
+
+def make_levels(
+    kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int, partial: PartialBlocks
+) -> KvLevels:
     """Return all levels up to ``max_expansion``, regardless of the far budget."""
     max_num_far = stack.max_num_far_within(kv.max_expansion)
     levels = KvLevels(
@@ -199,6 +210,7 @@ def make_levels(kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int) -> 
         staging_buffers=stack.staging_buffers,
         # An offloaded partial block would be written to the SSD in every step.
         offloads_partial_blocks=kv.tier != "storage",
+        partial=partial,
     )
     return with_max_num_far(levels, max_num_far)
 
@@ -227,7 +239,7 @@ def largest_for_one_request(levels: KvLevels, resident_blocks: int) -> KvGeometr
     """
     return max(
         (levels.geometry(level) for level in levels.ladder),
-        key=lambda geometry: geometry.block_limit(PARTIAL_WHILE_PREFILLING, resident_blocks),
+        key=lambda geometry: geometry.block_limit(geometry.partial.prefilling, resident_blocks),
     )
 
 
@@ -248,7 +260,9 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     return with_max_num_far(levels, fitting[-1])
 
 
-def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
+def make_geometry(
+    order: SwapOrder, spec: Any, near_pages: int, partial: PartialBlocks
+) -> KvGeometry:
     """Return the sizes under a fixed order."""
     return KvGeometry(
         num_layers=len(order.resident) + len(order.offloaded),
@@ -257,6 +271,7 @@ def make_geometry(order: SwapOrder, spec: Any, near_pages: int) -> KvGeometry:
         page_bytes=spec.page_size_bytes,
         block_tokens=spec.block_size,
         near_pages=near_pages,
+        partial=partial,
     )
 
 
@@ -267,18 +282,20 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         return None
     if (left := getattr(kv_cache_config, LEFT_TO_VLLM, None)) is not None:
         return _untouched_plan(config.kv, kv_cache_config, left)
-    groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups)
+    draft_layers = getattr(kv_cache_config, DRAFT_LAYERS, NO_LAYERS)
+    groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups, draft_layers)
     stack = groups.stack
     spec = kv_cache_config.kv_cache_groups[groups.index].kv_cache_spec
     num_blocks = kv_cache_config.num_blocks
     num_far = resolve_num_far(config.kv, stack)
+    partial = partial_blocks(vllm_config, spec.block_size)
     near_bytes = kv_cache_config.kv_cache_tensors[0].size
     near_pages = near_bytes // spec.page_size_bytes
     levels = None
     if num_far is None:
         # The number of blocks determines the highest level, whatever limited it in the process
         # that made the configuration.
-        levels = make_levels(config.kv, spec, stack, near_pages)
+        levels = make_levels(config.kv, spec, stack, near_pages, partial)
         blocks_of = [
             logical_limit(levels.geometry(Level(m))) for m in range(levels.max_num_far + 1)
         ]
@@ -295,13 +312,14 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             max_num_far=num_far,
             max_blocks=num_blocks - 1,
             staging_buffers=stack.staging_buffers,
+            partial=partial,
         )
-    order = POLICIES[config.kv.policy](stack.num_layers, num_far or 0, stack.staging_buffers)
+    order = layer_order(config.kv.policy, stack, num_far or 0)
     return KvPlan(
         geometry=(
             levels.geometry(Level(order.num_far))
             if levels
-            else make_geometry(order, spec, near_pages)
+            else make_geometry(order, spec, near_pages, partial)
         ),
         order=order,
         near_pages=near_pages,

@@ -5,13 +5,14 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
+from vllm_tiered.adapter.kv.drafts import Drafts
 from vllm_tiered.adapter.kv.free_list import VllmFreeList
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
@@ -52,6 +53,7 @@ class TieredScheduler:
         world_size: number of ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
         max_num_seqs: the most requests that the engine runs at a time.
+        drafts: drafts of speculative decoding; None without it.
         timeline: records steps and events; None without a report.
 
     Attributes:
@@ -67,6 +69,7 @@ class TieredScheduler:
         *,
         max_model_len: int,
         max_num_seqs: int,
+        drafts: Drafts | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         assert plan.groups is not None, "there are groups where layers may be offloaded"
@@ -77,6 +80,7 @@ class TieredScheduler:
         self._planner = StepPlanner(
             num_blocks=plan.num_blocks,
             block_tokens=plan.geometry.block_tokens,
+            has_drafts=drafts is not None,
         )
         self.elastic = ElasticBlocks(geometry=plan.geometry, usable_blocks=plan.num_blocks - 1)
         self.adaptive: AdaptiveExpansion | None = None
@@ -106,6 +110,7 @@ class TieredScheduler:
         self._manager: Any = None
         self._watermark = 0.0  # share of the released blocks
         self._streak = DecodeStreak()
+        self._drafts = drafts
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._reported_changes = 0
         self.recomputes = RecomputeLog()
@@ -162,6 +167,8 @@ class TieredScheduler:
         continues = self._streak.continues(scheduler_output) and not ended
         continues &= not self.elastic.num_prefilling
         requests: list[ScheduledRequest] = []
+        if self._drafts:
+            self._drafts.begin_step(scheduler_output)
         if continues:
             self._num_tokens = len(scheduled)
         else:
@@ -186,6 +193,11 @@ class TieredScheduler:
         if self.elastic.resident.columns:
             name_columns(scheduler_output, self._groups.resident, self.elastic.resident.columns)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
+
+    def end_step(self, scheduler_output: Any) -> None:
+        """Record that the outcome of this step is known."""
+        if self._drafts:
+            self._drafts.end_step(scheduler_output)
 
     def begin_request(self, request: Any) -> None:
         """Track a request that arrived."""
@@ -382,29 +394,42 @@ class TieredScheduler:
         return reset
 
     def _scheduled_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
-        scheduled = scheduler_output.num_scheduled_tokens
         self._num_tokens = 0
+        index = self._groups.index
+        scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            self._update_tokens(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
-            yield ScheduledRequest(
-                request_id=new.req_id,
-                new_block_ids=new.block_ids[self._groups.index],
-                restarts=True,
-                computed_tokens=new.num_computed_tokens,
-                scheduled_tokens=scheduled[new.req_id],
+            yield self._scheduled_request(
+                new.req_id, new.block_ids[index], True, new.num_computed_tokens, scheduled
             )
         cached = scheduler_output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, block_ids, computed_tokens in rows:
-            self.elastic.progress(request_id, computed_tokens)
-            self._update_tokens(request_id, computed_tokens + scheduled[request_id])
-            yield ScheduledRequest(
-                request_id,
-                block_ids[self._groups.index] if block_ids else (),
-                request_id in cached.resumed_req_ids,
-                computed_tokens,
-                scheduled[request_id],
+        for request_id, by_group, computed_tokens in rows:
+            block_ids = by_group[index] if by_group else ()
+            restarts = request_id in cached.resumed_req_ids
+            request = self._scheduled_request(
+                request_id, block_ids, restarts, computed_tokens, scheduled
             )
+            self.elastic.progress(request_id, request.computed_tokens)
+            yield request
+        if self._drafts:
+            self._num_tokens += self._drafts.num_accepted
+
+    def _scheduled_request(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        restarts: bool,
+        computed_tokens: int,
+        scheduled: Mapping[str, int],
+    ) -> ScheduledRequest:
+        counts = computed_tokens, scheduled[request_id], 0
+        if self._drafts:
+            counts = self._drafts.split(request_id, *counts[:2], restarts=restarts)
+        request = ScheduledRequest(request_id, block_ids, restarts, *counts)
+        end_tokens = request.computed_tokens + request.scheduled_tokens
+        self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
+        self._watch.update_tokens(request_id, end_tokens)
+        return request
 
     def _changed_requests(self, scheduler_output: Any) -> Iterator[ScheduledRequest]:
         """Yield the requests of a decode step that are due or that got blocks."""
@@ -417,10 +442,6 @@ class TieredScheduler:
                 computed_tokens = cached.num_computed_tokens[at]
                 self._watch.update_tokens(request_id, computed_tokens + 1)
                 yield ScheduledRequest(request_id, block_ids, False, computed_tokens, 1)
-
-    def _update_tokens(self, request_id: str, end_tokens: int) -> None:
-        self._num_tokens += not self.elastic.is_prefilling(request_id, end_tokens)
-        self._watch.update_tokens(request_id, end_tokens)
 
 
 def _begins(request: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from vllm_tiered.adapter.kv.drafts import has_drafts
 from vllm_tiered.report.records import ExpertUse, LayerTimeline
 
 
@@ -112,11 +113,13 @@ class Step:
 class DecodeStreak:
     """Detector of steps that repeat the previous step with one token more for each request.
 
-    Some requests may have got a new block for that token.
+    Some requests may have got a new block for that token. A step with drafts repeats none, nor does
+    the one behind it.
     """
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
+        self._had_drafts = False
         self._computed_tokens = 0
 
     def continues(self, scheduler_output: Any) -> bool:
@@ -127,6 +130,9 @@ class DecodeStreak:
         cached = scheduler_output.scheduled_cached_reqs
         before, num_before = self._request_ids, self._computed_tokens
         self._request_ids, self._computed_tokens = [], 0
+        had_drafts, self._had_drafts = self._had_drafts, has_drafts(scheduler_output)
+        if had_drafts or self._had_drafts:
+            return False
         if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids:
             return False
         self._request_ids = list(cached.req_ids)

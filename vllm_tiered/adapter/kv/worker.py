@@ -13,17 +13,18 @@ import torch
 
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.device import make_device
+from vllm_tiered.adapter.kv import draft_steps
 from vllm_tiered.adapter.kv.device_translation import make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.group_translation import GroupTranslator
 from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
+from vllm_tiered.adapter.kv.step_figures import StepFigures
 from vllm_tiered.adapter.kv.steps import StepReport
+from vllm_tiered.adapter.kv.translation import LayerTranslator
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
-from vllm_tiered.adapter.telemetry.figures import page_errors_figure
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
-from vllm_tiered.devices.base import Direction, LinkUse
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.far_tier import FarHomes
@@ -71,6 +72,8 @@ class TieredWorker:
         self.swapper: Swapper
         self.full_graphs: FullGraphs | None = None
         self._translator: GroupTranslator | None = None
+        self._drafter_translator: LayerTranslator | None = None
+        self._drafter_step = 0  # the step that it has translated last
         self._translates = False
         self._is_translated = False  # the latest step was translated
         self._row_of: dict[str, int] = {}  # all layers, by their row in the mapping table
@@ -84,14 +87,7 @@ class TieredWorker:
         self._lost: set[int] = set()
         self._step_start = 0.0
         self._outer_error: BaseException | None = None  # exception in handling as the step began
-        self._bookkeeping_seconds = 0.0
-        self._wait_seconds = 0.0
-        self._stall_before = 0.0
-        self._use_before = {direction: LinkUse() for direction in Direction}
-        self._stats = TieredStats()
-        self._total = TieredStats()  # without what is not drained yet
-        self._gauges: dict[str, int] = {}
-        self._errors_before = self._device.page_errors()
+        self._figures = StepFigures(self._device)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make vLLM's allocation the page pool, and set every layer's view of it.
@@ -103,11 +99,11 @@ class TieredWorker:
         """
         geometry, near_pages, groups = self._plan.geometry, self._plan.near_pages, self._plan.groups
         assert groups is not None, "there are groups where layers may be offloaded"
-        names = groups.layer_names
+        names, rows = groups.layer_names, groups.all_names
         # The l-th layers of all groups share their pages.
         self._row_of = {
             name: row
-            for group_names in (names, *(group.layer_names for group in groups.resident))
+            for group_names in (rows, *(group.layer_names for group in groups.resident))
             for row, name in enumerate(group_names)
         }
         if kv_caches.keys() != self._row_of.keys():
@@ -130,7 +126,7 @@ class TieredWorker:
         # Only now: "auto" takes up to half of the memory that the near pages have left.
         homes = self._homes = far_homes(self._plan, self._world_size)
         far_bytes, storage_bytes = self._plan.bytes_in(homes)
-        self._gauges = {
+        self._figures.gauges = {
             "kv_far_bytes": far_bytes * self._world_size,
             "kv_storage_bytes": storage_bytes * self._world_size,
         }
@@ -154,7 +150,7 @@ class TieredWorker:
         totals.publish("kv", self.total_stats)
         pages = self.swapper.table.pages
         self._translator = GroupTranslator(
-            [make_translator(pages, names, geometry.block_tokens, view.device)]
+            [make_translator(pages[: len(names)], names, geometry.block_tokens, view.device)]
             + [
                 make_translator(
                     pages[: len(group.layer_names)],
@@ -166,6 +162,11 @@ class TieredWorker:
                 if not group.has_states
             ]
         )
+        if groups.draft_names:
+            self._drafter_translator = make_translator(
+                pages[len(names) :], groups.draft_names, geometry.block_tokens, view.device
+            )
+            draft_steps.watch(self)
         self._pool_views = {
             name: own.as_strided((near_pages, *own.shape[1:]), own.stride(), 0)
             for name, own in views.items()
@@ -217,7 +218,7 @@ class TieredWorker:
         self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
         self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
-        own_pages = self._plan.near_pages // len(self._names)
+        own_pages = self._plan.near_pages // self._plan.geometry.num_layers
         for name, pool in self._pool_views.items():
             row = self._row_of[name]
             if not self._translates:
@@ -255,7 +256,7 @@ class TieredWorker:
             self._bind_views()
         self._to_come = self.swapper.layers_to_come
         self._updated.clear()
-        self._bookkeeping_seconds = time.perf_counter() - start + planning_seconds
+        self._figures.bookkeeping_seconds = time.perf_counter() - start + planning_seconds
 
     def translate(self, forward_context: Any) -> None:
         """Give the layers their translated block tables.
@@ -269,15 +270,35 @@ class TieredWorker:
         was_translated, self._is_translated = self._is_translated, False
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
-        if forward_context.cudagraph_runtime_mode.name == "FULL":
-            raise IntegrityError("vLLM chose a CUDA graph of a whole step, and KV pages have moved")
+        self._check_no_full_graph(forward_context)
         assert self._translator is not None
         start = time.perf_counter()
         # The translator keeps the tables of the last step that it translated.
         keeps_pages = was_translated and self.swapper.keeps_pages
         self._translator.translate(forward_context, keeps_pages=keeps_pages)
         self._is_translated = True
-        self._bookkeeping_seconds += time.perf_counter() - start
+        self._figures.bookkeeping_seconds += time.perf_counter() - start
+
+    def translate_drafter(self, forward_context: Any) -> None:
+        """Give the draft model's layers their translated block tables, in each of its steps.
+
+        Raises:
+            IntegrityError: vLLM chose a whole-step graph, which would not see the translation.
+        """
+        assert self._plan.groups is not None and self._drafter_translator is not None
+        if forward_context.no_compile_layers is not self._layers:
+            return  # another engine's
+        metadata = forward_context.attn_metadata
+        is_drafter = isinstance(metadata, dict) and self._plan.groups.draft_names[0] in metadata
+        if not is_drafter or not self._translates or self._names[0] in metadata:
+            return
+        self._check_no_full_graph(forward_context)
+        start = time.perf_counter()
+        # Pages change at a step's begin, and the draft model runs several times a step.
+        keeps_pages = self._drafter_step == self.swapper.num_steps
+        self._drafter_translator.translate(forward_context, keeps_pages=keeps_pages)
+        self._drafter_step = self.swapper.num_steps
+        self._figures.bookkeeping_seconds += time.perf_counter() - start
 
     def wait_layer(self, layer_name: str) -> None:
         """Wait for the layer's pages, unless its KV update has waited for them.
@@ -311,7 +332,7 @@ class TieredWorker:
             return
         start = time.perf_counter()
         self.swapper.layer_done(layer)
-        self._bookkeeping_seconds += time.perf_counter() - start
+        self._figures.bookkeeping_seconds += time.perf_counter() - start
 
     def end_step(self) -> None:
         """End the step and record its measurements."""
@@ -324,19 +345,16 @@ class TieredWorker:
         start = time.perf_counter()
         self.swapper.end_step()
         end = time.perf_counter()
-        self._bookkeeping_seconds += end - start
-        self._lost = self.swapper.take_lost()
+        self._figures.bookkeeping_seconds += end - start
+        self._lost |= self._take_lost()
         self._count(step_seconds=end - self._step_start)
 
     def drain_stats(self) -> TieredStats:
         """Return the metrics since the last call."""
-        stats, self._stats = self._stats, TieredStats()
-        self._total.aggregate(stats)
-        return stats
+        return self._figures.drain()
 
     def total_stats(self) -> dict[str, float]:
         """Return the counters since the start, and the gauges that a worker knows now."""
-        total = TieredStats(data=dict(self._total.data)).aggregate(self._stats)
         order = self.swapper.order
         gauges = kv_gauges(
             self._plan,
@@ -348,11 +366,15 @@ class TieredWorker:
             for name in ("kv_partial_blocks_far", "kv_blocks_released", "kv_blocks_reserved"):
                 del gauges[name]
         failed = {"kv_storage_failed": 1} if self._device.storage_failure() else {}
-        return total.data | gauges | self._gauges | failed
+        return self._figures.total() | gauges | self._figures.gauges | failed
 
     def take_lost_blocks(self) -> set[int]:
-        """Return the blocks that lost a page in the last step."""
-        return self._lost
+        """Return the blocks that have lost a page since the last call.
+
+        With speculative decoding vLLM asks before it ends the step, behind the drafter.
+        """
+        lost, self._lost = self._lost | self._take_lost(), set()
+        return lost
 
     def drain_report(self) -> StepReport | None:
         """Return the report of the last step; None if it was already returned."""
@@ -362,7 +384,13 @@ class TieredWorker:
     def close(self) -> None:
         """Close the device."""
         totals.withdraw("kv", self.total_stats)
+        draft_steps.unwatch(self)
         self._device.close()
+
+    def _take_lost(self) -> set[int]:
+        lost = self.swapper.take_lost()
+        self._figures.num_lost += len(lost)
+        return lost
 
     def _wait_before_update(self, impl: Any, layer: int) -> bool:
         """Wrap the layer's KV update, so that it waits for the layer's pages.
@@ -387,6 +415,11 @@ class TieredWorker:
 
         impl.do_kv_cache_update = do_kv_cache_update
         return True
+
+    @staticmethod
+    def _check_no_full_graph(forward_context: Any) -> None:
+        if forward_context.cudagraph_runtime_mode.name == "FULL":
+            raise IntegrityError("vLLM chose a CUDA graph of a whole step, and KV pages have moved")
 
     def _hook_direct_calls(self, layer_name: str) -> None:
         """Call the hooks around an attention that vLLM calls without them (MLA on the CPU)."""
@@ -425,7 +458,7 @@ class TieredWorker:
     def _wait(self, layer: int) -> None:
         start = time.perf_counter()
         self.swapper.wait_layer(layer)
-        self._wait_seconds += time.perf_counter() - start
+        self._figures.wait_seconds += time.perf_counter() - start
 
     def _traced_wait(self, layer: int) -> None:
         assert self._trace is not None
@@ -435,48 +468,14 @@ class TieredWorker:
         self._trace.record_wait(layer, begin, time.perf_counter())
 
     def _count(self, *, step_seconds: float) -> None:
-        stall_seconds = self.swapper.stall_seconds - self._stall_before
-        # The part of a wait that is not stall counts as bookkeeping; traced waits are not timed.
-        waiting_seconds = max(0.0, self._wait_seconds - stall_seconds)
-        self._wait_seconds = 0.0
-        # Leave out counters that did not change, which are most of them without offloaded layers.
-        data: dict[str, Any] = {
-            "kv_steps": 1,
-            "kv_step_seconds": step_seconds,
-            "kv_bookkeeping_seconds": self._bookkeeping_seconds + waiting_seconds,
-            **self._gauges,
-        }
-        if stall_seconds:
-            data["kv_stall_seconds"] = stall_seconds
-        if self._lost:
-            data["kv_lost_blocks"] = len(self._lost)
-        errors = self._device.page_errors()
-        if errors != self._errors_before:
-            for kind, count in errors.items():
-                data[page_errors_figure(kind)] = count - self._errors_before[kind]
-            self._errors_before = errors
-        self._stall_before = self.swapper.stall_seconds
-        report = self._report = StepReport(stall_seconds=stall_seconds, why_not=self._why_not)
+        report = self._report = self._figures.count(self.swapper.stall_seconds, step_seconds)
+        report.why_not = self._why_not
         if failure := self._device.storage_failure():
             report.storage_failure = failure
             report.memory_layers = self._homes.memory_layers or 0
-        for direction, before in self._use_before.items():
-            use = self._device.use(direction)
-            if use == before:
-                continue
-            num_bytes = use.num_bytes - before.num_bytes
-            seconds = use.busy_seconds - before.busy_seconds
-            data[f"kv_{direction.value}_bytes"] = num_bytes
-            data[f"kv_{direction.value}_seconds"] = seconds
-            self._use_before[direction] = use
-            if direction is Direction.READ:
-                report.read_bytes, report.read_seconds = num_bytes, seconds
-            else:
-                report.write_bytes, report.write_seconds = num_bytes, seconds
-        self._stats.aggregate(TieredStats(data=data))
         if self._trace:
             layers = self._trace.finish(self._step_start + step_seconds)
-            self._report.layers += [] if layers is None else [layers]
+            report.layers += [] if layers is None else [layers]
             self._trace = None
 
 

@@ -35,7 +35,8 @@ class KvManifest:
         far_layers: the number of far layers (the paper's m) now.
         max_far_layers: the number that may be reached.
         num_layers: layers that may be far: those of full attention.
-        near_only_layers: layers with a window, a chunk or a state, which stay near.
+        near_only_layers: layers that stay near: with a window, a chunk or a state, or a draft
+            model's.
         offloaded_layers: the layers of the model that pass through staging buffers now, ascending.
         num_blocks: logical KV blocks, without vLLM's null block.
         far_bytes: far memory of far pages.
@@ -77,7 +78,7 @@ class KvManifest:
             policy=plan.config.policy,
             expansion=plan.stack.expansion(order.num_far),
             max_expansion=plan.stack.expansion(plan.max_num_far),
-            num_layers=geometry.num_layers,
+            num_layers=geometry.num_layers - plan.stack.num_draft,
             near_only_layers=plan.groups.num_resident_layers if plan.groups else 0,
             far_layers=order.num_far,
             max_far_layers=plan.max_num_far,
