@@ -56,6 +56,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.kv.storage",
         ),
         Benchmark(
+            name="model_support",
+            summary="how many of the models in vLLM's recipes each part takes",
+            module="benchmarks.suites.support.models",
+        ),
+        Benchmark(
             name="kv_soak",
             summary="minutes of random load: integrity, memory growth, float32 control",
             module="benchmarks.suites.kv.soak",

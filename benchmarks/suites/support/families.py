@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each part of the plugin says to each family of models, asked in one process.
+
+A family's configuration is written to a folder, and vLLM makes an engine's configuration from it,
+with the plugin and without. If KV swapping has not stepped aside then, the model is built on the
+meta device, without weights, and its layers are looked at.
+
+Usage: python -m benchmarks.suites.support.families FOLDER [FAMILY ...]; a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.inputs.recipes import FAMILIES, Family
+from benchmarks.peers import PREFIX
+
+
+def main() -> int:
+    os.environ.setdefault("VLLM_PLUGINS", "tiered")
+    folder, *names = sys.argv[1:]
+    from vllm_tiered.adapter import plugin
+
+    plugin.register()
+    _start_one_rank()
+    _stand_in_for_torchvision()
+    for name in names or FAMILIES:
+        found = look_at(FAMILIES[name], Path(folder) / name)
+        print(f"{PREFIX}{json.dumps({'family': name, **found})}", flush=True)
+    return 0
+
+
+def look_at(family: Family, folder: Path) -> dict[str, Any]:
+    """Return what the parts say: `kv`, `weights`, `experts`, `ffn`, None where they take part.
+
+    `kv_v2` is what the KV part says under model runner V2, which a GPU has by default.
+
+    `problem` is why this vLLM makes no engine of it here, with or without the plugin; `is_refused`
+    says that only the plugin's makes none.
+    """
+    from vllm_tiered.adapter import checks
+    from vllm_tiered.adapter.checks import Part
+    from vllm_tiered.adapter.connector_name import ASIDE_KEY
+
+    if not family.model_type:
+        return {"problem": "its configuration comes with the checkpoint", "is_refused": False}
+    try:
+        write_config(family, folder)
+        plain = _engine_config(folder, {})
+    except Exception as error:
+        return {"problem": _first_line(error), "is_refused": False}
+    try:
+        config = _engine_config(folder, {"tiered": {}})
+    except Exception as error:
+        return {"problem": _first_line(error), "is_refused": True}
+    found: dict[str, Any] = {"problem": None, "is_refused": False}
+    for part in (Part.WEIGHTS, Part.EXPERTS, Part.FFN):
+        found[part.value] = checks.find_obstacle(checks.VLLM_CONFIG_CHECKS, part, plain)
+    if not plain.model_config.is_moe:
+        found["experts"] = "it has no experts"
+    found["kv"] = config.additional_config.get(ASIDE_KEY, {}).get("kv")
+    if found["kv"] is None:
+        try:
+            found["kv"], found["kv_v2"] = _obstacles_of_built(config)
+        except Exception as error:
+            found["kv"] = f"not built: {_first_line(error)}"
+    found.setdefault("kv_v2", found["kv"])
+    return found
+
+
+def write_config(family: Family, folder: Path) -> None:
+    """Write the family's configuration to the folder."""
+    from transformers import AutoConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    if family.model_type in _CONFIG_REGISTRY:
+        config = _CONFIG_REGISTRY[family.model_type](**family.changes)
+    else:
+        config = AutoConfig.for_model(family.model_type, **family.changes)
+    config.architectures = [family.architecture]
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+
+
+def _engine_config(folder: Path, additional: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=448,
+        enforce_eager=True,
+        additional_config=additional,
+    ).create_engine_config()
+
+
+def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
+    """Return what keeps KV swapping away under vLLM's model runners V1 and V2."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vllm_tiered.adapter.kv.obstacles import find_model_obstacle
+
+    with (
+        set_current_vllm_config(vllm_config),
+        set_default_torch_dtype(torch.bfloat16),
+        torch.device("meta"),
+    ):
+        initialize_model(vllm_config)
+    found = []
+    for version in ("0", "1"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = version
+        found.append(find_model_obstacle(vllm_config, is_loaded=False))
+    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+    return found[0], found[1]
+
+
+def _stand_in_for_torchvision() -> None:
+    """Let classes with image processors be imported: vLLM's CPU build comes without torchvision."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    for name in (*names, "torchvision.transforms.v2.functional"):
+        module = ModuleType(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+
+
+def _start_one_rank() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.models import registry
+
+    # Each class would be inspected in a process of its own, which takes 12 s to start.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    with (
+        tempfile.NamedTemporaryFile(delete=False) as rendezvous,
+        set_current_vllm_config(VllmConfig()),
+    ):
+        init_distributed_environment(
+            1, 0, f"file://{rendezvous.name}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+
+
+def _first_line(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".strip()
+    return " ".join(text.split())[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
