@@ -28,6 +28,7 @@ def output(**changes):
     return SimpleNamespace(
         scheduled_new_reqs=new,
         total_num_scheduled_tokens=total,
+        scheduled_spec_decode_tokens={},
         scheduled_cached_reqs=SimpleNamespace(**(cached | changes)),
     )
 
