@@ -174,11 +174,20 @@ def test_an_eagle_head(tmp_path) -> None:
 def test_a_flipped_bit_in_far_memory(monkeypatch) -> None:
     """vLLM asks for lost pages before it ends the step: nothing that they gave is sampled."""
     monkeypatch.setattr(worker, "make_device", lambda: flipping_device({40, 300}))
+    reported_late: list[set[int]] = []
+    end_step = worker.TieredWorker.end_step
+
+    def ended(self) -> None:
+        end_step(self)
+        reported_late.append(set(self._lost))
+
+    monkeypatch.setattr(worker.TieredWorker, "end_step", ended)
     options = speculating("demo", ngram(4), enable_prefix_caching=True)
     with engine("demo", {"expansion": 3.0, "verify": "full"}, **options) as llm:
         tokens = [generate(llm, PROMPTS, 60) for _ in range(2)]
         assert metric("tiered_kv_recomputed_requests") >= 1
         assert metric("tiered_kv_lost_blocks") >= 1
+    assert reported_late and not any(reported_late)
     assert tokens == [vllm_tokens("demo", PROMPTS, max_tokens=60)] * 2
 
 

@@ -116,6 +116,7 @@ def test_recurrent_states_under_model_runner_v2(is_v2):
         ("eagle3", True, "CUDA graphs of its own"),
         ("mtp", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ("dflash", False, "outside the draft model's steps"),
+        ("custom_class", False, "outside the draft model's steps"),
     ],
 )
 def test_draft_models_under_model_runner_v2(method, is_v2, reason):
@@ -140,3 +141,17 @@ def test_a_draft_models_layers_in_another_group():
     assert groups_of.find_group_obstacle(groups, {"draft.0"}) is None
     obstacle = groups_of.find_group_obstacle(groups, {"draft.0", "draft.layers.0.window"}) or ""
     assert "not of the model's kind (draft.layers.0.window)" in obstacle
+
+
+def test_a_drafter_that_does_not_name_its_layers():
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    class Drafter(SpecDecodeBaseProposer):  # type: ignore[misc]  # vLLM is not typed
+        def __init__(self):
+            pass
+
+    drafter = Drafter()
+    assert obstacles._draft_layers(drafter) is None
+    drafter._draft_attn_layer_names = {"draft.0"}
+    assert obstacles._draft_layers(drafter) == {"draft.0"}
+    assert not obstacles._draft_layers(None)

@@ -45,7 +45,12 @@ PARTIAL_WHILE_PREFILLING = 2
 
 
 class PartialBlocks(NamedTuple):
-    """The most partial blocks that one request has in a step."""
+    """The most partial blocks that one request has in a step.
+
+    Attributes:
+        decoding: in a step that computes its next token, and drafts behind it.
+        prefilling: in a step that computes a chunk of its prompt.
+    """
 
     decoding: int = 1
     prefilling: int = PARTIAL_WHILE_PREFILLING

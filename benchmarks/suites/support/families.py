@@ -128,7 +128,7 @@ def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
 
 
 def _stand_in_for_torchvision() -> None:
-    """Let classes with image processors be imported: vLLM's CPU build comes without torchvision."""
+    """Let classes with image processors be imported: torchvision does not fit vLLM's CPU build."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")

@@ -28,6 +28,20 @@ WORKER_METHOD = "tiered_model_facts"
 """Method that is added to vLLM's workers, as only a method's name can be sent to them."""
 
 
+DRAFTERS = (
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+)
+"""vLLM's methods of speculative decoding that write KV only in the steps of their own layers."""
+
+
 class ModelFacts(NamedTuple):
     """What a worker says of its model.
 
@@ -92,8 +106,8 @@ def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
         return None
     if any(map(is_recurrent, specs)):
         return "recurrent states are kept for each draft of speculative decoding"
-    if speculation.method in ("dflash", "dspark"):
-        return f"drafts by {speculation.method} write KV outside the draft model's steps"
+    if speculation.method not in DRAFTERS:  # as DFlash does, whose KV would hit other pages
+        return f"drafts by {speculation.method} may write KV outside the draft model's steps"
     if vllm_config.use_v2_model_runner and not speculation.method.startswith("ngram"):
         return (
             "model runner V2 runs the draft model in CUDA graphs of its own "
@@ -228,10 +242,22 @@ def check_built_models() -> None:
 def _answer(worker: Any) -> ModelFacts:
     from vllm.config import set_current_vllm_config
 
-    drafter = getattr(worker.model_runner, "drafter", None)  # of model runner V1
-    draft_layers = frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
     with set_current_vllm_config(worker.vllm_config):  # some backends look into it
-        return ModelFacts(find_model_obstacle(worker.vllm_config, is_loaded=True), draft_layers)
+        obstacle = find_model_obstacle(worker.vllm_config, is_loaded=True)
+    draft_layers = _draft_layers(getattr(worker.model_runner, "drafter", None))
+    if draft_layers is None:
+        return ModelFacts(obstacle or "this vLLM does not name the draft model's layers")
+    return ModelFacts(obstacle, draft_layers)
+
+
+def _draft_layers(drafter: Any) -> Set[str] | None:
+    """Return the names of the layers of model runner V1's drafter; None if it does not tell."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    if not isinstance(drafter, SpecDecodeBaseProposer):
+        return NO_LAYERS  # it has no layers with a KV cache
+    names = getattr(drafter, "_draft_attn_layer_names", None)
+    return None if names is None else frozenset(names)
 
 
 def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
