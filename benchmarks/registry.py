@@ -76,6 +76,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.kv.groups",
         ),
         Benchmark(
+            name="kv_prefix",
+            summary="prefixes that have left near memory: conversations and questions on texts",
+            module="benchmarks.suites.kv.prefix",
+        ),
+        Benchmark(
             name="copy_cost",
             summary="what copies cost the model that computes meanwhile: the limit on this machine",
             module="benchmarks.suites.kv.copy_cost",

@@ -167,6 +167,7 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "vllm.v1.core.block_pool.BlockPool",
         (
+            "_maybe_evict_cached_block(block)",
             "evict_blocks(block_ids)",
             "free_blocks(blocks)",
             "get_new_blocks(count)",

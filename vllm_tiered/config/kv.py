@@ -61,6 +61,13 @@ class KvConfig(Section):
         "Whether checksums of pages that come back from far memory are compared: never, on every "
         "16th read of a page, or always. Pages that come back from a file are always compared.",
     )
+    prefix_store: bool = option(
+        True,
+        Bool(),
+        "Whether full blocks that leave vLLM's prefix cache stay in far memory, for later prompts "
+        "and for requests that resume. It uses the far memory that no far layer needs; of a "
+        "`far_gib` that is a number, all of it.",
+    )
 
     @property
     def is_set_by_hand(self) -> bool:

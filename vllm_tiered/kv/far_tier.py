@@ -5,6 +5,10 @@ The layers that are offloaded first have their regions in memory. Layers beyond 
 have them in a file, so that the KV cache may be larger than DRAM. Layers are offloaded in a
 low-discrepancy order. So the layers on storage are spread over the model, and the transfers of
 several other layers overlap each slow read.
+
+A block's pages are in the block's *slot* of each region. Without a prefix store a block has the
+slot of its own number. With one there are more slots, and blocks change them
+(``prefix_store.py``).
 """
 
 from collections.abc import Sequence
@@ -40,9 +44,16 @@ class FarTier:
     Args:
         device: runs the copies and allocates the regions.
         near: the near tier's pages.
-        layers: layers that may be offloaded, in the order of offloading.
-        num_blocks: pages of a far region.
+        layers: layers with a region, in the order of offloading.
+        num_blocks: block ids are below this.
         homes: the placement of the regions.
+        num_slots: pages of a region; ``num_blocks`` if None.
+
+    Attributes:
+        last_write: the event of the latest write; empty before the first. Writes run in order, so a
+            read that waits for the last one waits for all earlier ones.
+        num_slots: pages of a region.
+        keeps_content: some slots have content that belongs to no block.
 
     Raises:
         BudgetError: a tier does not have the space.
@@ -56,57 +67,72 @@ class FarTier:
         layers: Sequence[int],
         num_blocks: int,
         homes: FarHomes,
+        num_slots: int | None = None,
     ) -> None:
-        # Writes run in order, so a read that waits for the last one waits for all earlier ones.
         self.last_write: tuple[Event, ...] = ()
-        self._reads: list[Event] = []  # reads not yet checked for failed pages
+        self.num_slots = num_blocks if num_slots is None else num_slots
+        self.keeps_content = False
+        self._has_own_slots = num_slots is None  # each block has the slot of its own number
+        self._slots = np.arange(num_blocks, dtype=np.int64)  # by block
+        # Reads not yet checked for failed pages, with their blocks and the slots of these.
+        self._reads: list[tuple[Event, PageIds, PageIds]] = []
         self._device = device
         self._near = near
-        self._num_blocks = num_blocks
         self._row = {layer: row for row, layer in enumerate(layers)}
+        self._rows = np.zeros(max(layers, default=-1) + 1, dtype=np.int64)  # by layer
+        self._rows[list(layers)] = np.arange(len(layers))
         memory = len(layers) if homes.memory_layers is None else homes.memory_layers
         self._memory_layers = min(len(layers), memory)
         self._memory = device.far_buffer(
-            self._memory_layers * num_blocks, near.page_bytes, homes.verify
+            self._memory_layers * self.num_slots, near.page_bytes, homes.verify
         )
         self._storage: PageBuffer | None = None
         if self._memory_layers < len(layers):
             assert homes.path is not None, "regions beyond memory need a folder"
-            pages = (len(layers) - self._memory_layers) * num_blocks
+            pages = (len(layers) - self._memory_layers) * self.num_slots
             self._storage = device.storage_buffer(homes.path, pages, near.page_bytes)
 
     def far_region(self, layer: int) -> PageBuffer:
-        """Return the layer's far pages, by block id."""
+        """Return the layer's far pages, by slot."""
         buffer, row = self._home(layer)
-        return buffer.part(row * self._num_blocks, self._num_blocks)
+        return buffer.part(row * self.num_slots, self.num_slots)
 
-    def write(
-        self, layers: Sequence[int], block_ids: PageIds, pages: npt.NDArray[np.int64]
-    ) -> None:
-        """Write near ``pages`` [layers, blocks] to the far tier, with one copy for each buffer.
+    def slots_of(self, block_ids: PageIds) -> PageIds:
+        """Return the slots of blocks."""
+        return block_ids if self._has_own_slots else self._slots[block_ids]
 
-        The copies run when the compute queued so far is done.
+    def assign_slots(self, block_ids: PageIds, slots: PageIds) -> None:
+        """Give blocks other slots; no copy that runs may use either."""
+        self._slots[block_ids] = slots
+
+    def far_pages(self, block_ids: PageIds) -> Pages:
+        """Return the pages of blocks, which are ascending, in a layer's region."""
+        return Pages(self.slots_of(block_ids), ascending=self._has_own_slots)
+
+    def write(self, layers: PageIds, block_ids: PageIds, pages: PageIds) -> None:
+        """Write near page ``pages[i]`` to block ``block_ids[i]`` of layer ``layers[i]`` for all i.
+
+        There is one copy for each buffer. They run when the compute queued so far is done.
         """
         copies = []
-        homes = [self._home(layer) for layer in layers]
-        for buffer in {id(buffer): buffer for buffer, _ in homes}.values():
-            here = [at for at, (home, _) in enumerate(homes) if home is buffer]
-            rows = np.array([homes[at][1] for at in here], dtype=np.int64)[:, None]
-            far_pages = (rows * self._num_blocks + block_ids).ravel()
-            near_pages = Pages(pages[here].ravel())
+        rows, slots = self._rows[layers], self.slots_of(block_ids)
+        is_here = rows < self._memory_layers
+        parts = [(self._memory, 0, is_here), (self._storage, self._memory_layers, ~is_here)]
+        for buffer, first_row, chosen in parts:
+            if buffer is None or not chosen.any():
+                continue
+            far_pages = (rows[chosen] - first_row) * self.num_slots + slots[chosen]
             copies.append(
                 self._device.prepare(
-                    Direction.WRITE, self._near, near_pages, buffer, Pages(far_pages)
+                    Direction.WRITE, self._near, Pages(pages[chosen]), buffer, Pages(far_pages)
                 )
             )
         self.write_computed(copies)
 
     def prepare_write(self, layer: int, block_ids: PageIds, pages: PageIds) -> Copy:
         """Prepare a copy of a layer's near ``pages`` to the far tier, for :meth:`submit_writes`."""
-        far = self.far_region(layer)
-        return self._device.prepare(
-            Direction.WRITE, self._near, Pages(pages), far, Pages(block_ids)
-        )
+        far, slots = self.far_region(layer), Pages(self.slots_of(block_ids))
+        return self._device.prepare(Direction.WRITE, self._near, Pages(pages), far, slots)
 
     def submit_writes(self, writes: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
         """Queue prepared writes in order, each with the events that it must wait for."""
@@ -119,29 +145,47 @@ class FarTier:
         computed = (self._device.compute_event(),)
         self.submit_writes([(copy, computed) for copy in writes])
 
-    def submit_reads(self, reads: Sequence[tuple[Copy, tuple[Event, ...]]]) -> list[Event]:
-        """Queue prepared reads in order, each with the events that it must wait for."""
+    def submit_reads(
+        self, reads: Sequence[tuple[Copy, tuple[Event, ...]]], block_ids: PageIds
+    ) -> list[Event]:
+        """Queue prepared reads of these blocks in order, each with the events it must wait for."""
         events = self._device.submit_together(reads)
-        self._reads += events
+        slots = self.slots_of(block_ids)
+        self._reads += [(event, block_ids, slots) for event in events]
         return events
 
     def read(
-        self, layer: int, block_ids: PageIds, pages: PageIds, drained: tuple[Event, ...]
-    ) -> Event:
-        """Read blocks of a layer into near ``pages`` once the ``drained`` events are done.
+        self,
+        layers: Sequence[int],
+        block_ids: PageIds,
+        pages: npt.NDArray[np.int64],
+        drained: tuple[Event, ...] = (),
+    ) -> list[Event]:
+        """Read blocks into near ``pages`` [layers, blocks] once the ``drained`` events are done.
 
         Nothing that is submitted later may use the pages before the read is done.
+
+        Returns:
+            The event of each layer's read.
         """
-        copy = self._device.prepare(
-            Direction.READ, self.far_region(layer), Pages(block_ids), self._near, Pages(pages)
-        )
         after = (self._device.compute_event(), *self.last_write, *drained)
-        return self.submit_reads([(copy, after)])[0]
+        slots = Pages(self.slots_of(block_ids))
+        reads = [
+            (
+                self._device.prepare(
+                    Direction.READ, self.far_region(layer), slots, self._near, Pages(own_pages)
+                ),
+                after,
+            )
+            for layer, own_pages in zip(layers, pages, strict=True)
+        ]
+        return self.submit_reads(reads, block_ids)
 
     @property
     def is_quiet(self) -> bool:
         """Whether all reads and writes of the far tier are done."""
-        return all(event.done() for event in (*self.last_write, *self._reads))
+        events = (*self.last_write, *(event for event, _, _ in self._reads))
+        return all(event.done() for event in events)
 
     def wait(self, event: Event) -> float:
         """Stall compute until a copy is done; return the seconds of stall."""
@@ -151,11 +195,12 @@ class FarTier:
         """Return the blocks that lost a page in reads that ended since the last call."""
         reads, self._reads = self._reads, []
         lost: set[int] = set()
-        for event in reads:
+        for read in reads:
+            event, block_ids, slots = read
             if not event.done():
-                self._reads.append(event)
+                self._reads.append(read)
             elif len(failed := self._device.failed_pages(event)):
-                lost.update(failed.tolist())
+                lost.update(block_ids[np.isin(slots, failed)].tolist())
         return lost
 
     def discard(self) -> None:

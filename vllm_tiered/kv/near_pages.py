@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vllm_tiered.devices.base import Device
+from vllm_tiered.devices.base import Device, Event
 from vllm_tiered.devices.pages import PageBuffer, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.mapping_table import MappingTable
@@ -73,11 +73,19 @@ class NearPages:
         self.released.update(block_ids.tolist())
         return seconds
 
-    def reserve_blocks(self, block_ids: BlockIds) -> None:
-        """Free the pages of blocks that the engine may no longer use."""
+    def reserve_blocks(self, block_ids: BlockIds, read_until: Event | None = None) -> None:
+        """Free the pages of blocks that the engine may no longer use.
+
+        Args:
+            read_until: a copy that may read them; they drain until it is done.
+        """
         if len(block_ids):
             self.is_laid_out_as_vllm = False
-            self._pool.free(self._table.resident_pages(block_ids), Owner.RESIDENT)
+            pages = self._table.resident_pages(block_ids)
+            if read_until is None:
+                self._pool.free(pages, Owner.RESIDENT)
+            else:
+                self._pool.drain(pages, Owner.RESIDENT, read_until)
             self._table.set_resident_pages(block_ids, np.array(MappingTable.HOLE))
             self.released.difference_update(block_ids.tolist())
 

@@ -4,7 +4,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+from vllm_tiered.kv.step_plan import NO_BLOCKS, ScheduledRequest, StepPlan
 
 MAX_RECOMPUTES = 8
 """Number of recomputes of one request beyond which the request fails. The engine goes on."""
@@ -43,7 +43,10 @@ class RecentSteps:
         )
 
     def written_blocks(self) -> Set[int]:
-        """Return the blocks that these steps wrote, except resident ones that stayed partial."""
+        """Return the blocks that these steps wrote, except resident ones that stayed partial.
+
+        What they fetched from a prefix store counts: one of them may have written that, too.
+        """
         if self._all is not None:
             return self._all
         return {
@@ -54,6 +57,7 @@ class RecentSteps:
                 plan.load_and_store,
                 plan.alloc_partial,
                 plan.store_partial,
+                NO_BLOCKS if plan.prefixes is None else plan.prefixes.fetch,
             )
             for block_id in block_ids.tolist()
         }

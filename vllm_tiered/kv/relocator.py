@@ -11,9 +11,11 @@ near pages; the relocator ignores them until they are full, or until partial blo
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tiered.devices.base import Copy, Event
 from vllm_tiered.devices.pages import PageIds
+from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
@@ -31,7 +33,8 @@ class Relocator:
 
     Attributes:
         leaving: layers that are still to be written out.
-        returning: layers that are being read back, with the event of the read.
+        returning: layers that must not be computed before the event: they are read back, or blocks
+            of the prefix store are.
     """
 
     def __init__(self, pool: PagePool, table: MappingTable, far: FarTier) -> None:
@@ -48,13 +51,25 @@ class Relocator:
         self._is_offloaded[list(table.order.offloaded)] = True
         self._is_far = np.zeros((num_blocks, num_layers), dtype=np.bool_)
 
+    def settle(self, plan: StepPlan) -> None:
+        """Wait for reads that no step has waited for, before their pages may get another owner.
+
+        Discard the far tier's content if nothing needs it: no layer is offloaded or becomes so in
+        the step, no slot has content of its own, and all copies are done.
+        """
+        self.end_reads()
+        self.leaving = []
+        is_near = not (self._is_idle or plan.num_far or self._table.order.offloaded)
+        keeps_content = self._far.keeps_content or plan.prefixes is not None
+        if is_near and not keeps_content and self._far.is_quiet:
+            self._far.discard()
+            self._is_far[:] = False
+            self._is_idle = True
+
     def begin_step(self, plan: StepPlan) -> None:
         """Mark the blocks as empty that the step writes from their start, or that are reserved."""
-        self._settle(becomes_far=bool(plan.num_far))
         for block_ids in (plan.store_new, plan.alloc_partial, plan.alloc_state, plan.reserved):
-            if len(block_ids):
-                self._holds[block_ids] = False
-                self._is_far[block_ids] = False
+            self.empty_blocks(block_ids)
 
     def end_step(self, plan: StepPlan) -> None:
         """Record the blocks that the step wrote as far in the offloaded layers, and only there."""
@@ -67,11 +82,35 @@ class Relocator:
         self._holds[block_ids] = True
         self._is_far[block_ids] = self._is_offloaded
 
-    def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks that lost a page as empty; they are computed again before use."""
-        for block_id in block_ids:
-            self._holds[block_id] = False
-            self._is_far[block_id] = False
+    def holds(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return for each block whether it is full, or far, and none of its pages was lost."""
+        return self._holds[block_ids]
+
+    def hold_everywhere(self, block_ids: BlockIds) -> None:
+        """Record that the blocks' content is in the far tier for every layer."""
+        self._holds[block_ids] = True
+        self._is_far[block_ids] = True
+
+    def empty_blocks(self, block_ids: BlockIds) -> None:
+        """Mark blocks as empty; they are computed again before use."""
+        if len(block_ids):
+            self._holds[block_ids] = False
+            self._is_far[block_ids] = False
+
+    def write_out_blocks(self, block_ids: BlockIds) -> None:
+        """Write out the pages of full blocks that the far tier does not have.
+
+        Raises:
+            IntegrityError: a page that is in the far tier alone should be written.
+        """
+        at, layers = np.nonzero(~self._is_far[block_ids])
+        if not len(at):
+            return
+        if self._is_offloaded[layers].any():
+            raise IntegrityError(f"of blocks {block_ids.tolist()} an offloaded layer has no page")
+        self._is_idle = False
+        blocks = block_ids[at]
+        self._far.write(layers, blocks, self._table.pages[layers, blocks].astype(np.int64))
 
     def begin_write_out(self, order: SwapOrder) -> None:
         """Begin to write out the layers that ``order`` will offload in the next step.
@@ -134,22 +173,6 @@ class Relocator:
         if copies:
             self._far.write_computed(copies)
 
-    def _settle(self, *, becomes_far: bool) -> None:
-        """Wait for reads that no step has waited for, before their pages may get another owner.
-
-        Discard the far tier's content once no layer is offloaded and all copies are done.
-
-        Args:
-            becomes_far: the next step has offloaded layers, which may just have been written out.
-        """
-        self.end_reads()
-        self.leaving = []
-        is_near = not (self._is_idle or becomes_far or self._table.order.offloaded)
-        if is_near and self._far.is_quiet:
-            self._far.discard()
-            self._is_far[:] = False
-            self._is_idle = True
-
     def _leave(self, layer: int, other_ids: PageIds, partial_ids: PageIds) -> None:
         pages = self._table.pages[layer, other_ids].astype(np.int64)
         if self._far.last_write:
@@ -169,7 +192,8 @@ class Relocator:
         if len(block_ids):
             # Compute waits for this read before it writes to any page of the layer.
             pages = self._table.pages[layer, block_ids].astype(np.int64)
-            self.returning[layer] = self._far.read(layer, block_ids, pages, drained)
+            (event,) = self._far.read([layer], block_ids, pages[None], drained)
+            self.returning[layer] = event
             return 0.0
         return sum(self._far.wait(event) for event in drained)
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event
 from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.kv.far_tier import FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
@@ -28,12 +29,14 @@ class Staging:
     Args:
         pool: allocates the buffers' pages, free or draining ones.
         near: the near tier's pages.
+        far: the far tier.
         device: prepares the copies.
         max_buffers: the most buffers to open, or the policy's number if that is larger. Fewer are
             opened if there are too few pages.
 
     Attributes:
         pages: int64 [buffers, blocks].
+        read_ids: the blocks that are staged, ascending.
         vacated: for each buffer, the events that must be done before a layer is read into it.
         reads: by offloaded position, the copy that stages the layer.
         writes: by offloaded position, the copy that writes out the layer's new KV; empty if the
@@ -41,13 +44,15 @@ class Staging:
     """
 
     def __init__(
-        self, *, pool: PagePool, near: PageBuffer, device: Device, max_buffers: int
+        self, *, pool: PagePool, near: PageBuffer, far: FarTier, device: Device, max_buffers: int
     ) -> None:
         self._pool = pool
         self._near = near
+        self._far = far
         self._device = device
         self._max_buffers = max_buffers
         self.pages: PageIds = _NO_PAGES
+        self.read_ids: BlockIds = _NO_BLOCKS
         self.vacated: list[tuple[Event, ...]] = []
         self.reads: list[Copy] = []
         self.writes: list[Copy] = []
@@ -73,6 +78,7 @@ class Staging:
         return (
             self.num_buffers > 0
             and not any(map(len, others))
+            and plan.prefixes is None
             and _are_equal(plan.load, self._load)
             and _are_equal(plan.load_and_store, self._load_and_store)
             and not self._stores_new
@@ -88,7 +94,7 @@ class Staging:
 
         Args:
             order: the layers' present roles.
-            regions: the offloaded layers' far pages, by block id.
+            regions: the offloaded layers' far pages, by slot.
             table: the mapping table; the blocks' pages in each offloaded layer are set in it.
         """
         read_ids, written_ids = plan.load, plan.store_new
@@ -96,6 +102,7 @@ class Staging:
             read_ids = np.sort(np.concatenate([plan.load, plan.load_and_store]))
             written_ids = np.concatenate([plan.load_and_store, plan.store_new])
         num_read = len(read_ids)
+        self.read_ids = read_ids
         pages_per_buffer = num_read + len(plan.store_new)
         if not pages_per_buffer:
             return
@@ -138,7 +145,7 @@ class Staging:
         return self._pool.num_available >= pages_per_buffer
 
     def _prepare_reads(self, block_ids: BlockIds, regions: Sequence[PageBuffer]) -> list[Copy]:
-        blocks = Pages(block_ids, ascending=True)
+        blocks = self._far.far_pages(block_ids)
         buffers = [Pages(buffer[: len(block_ids)], ascending=True) for buffer in self.pages]
         return [
             self._device.prepare(
@@ -151,7 +158,7 @@ class Staging:
         self, written: PageIds, block_ids: BlockIds, regions: Sequence[PageBuffer]
     ) -> list[Copy]:
         """Prepare the writes; ``written`` are the positions of ``block_ids`` in a buffer."""
-        blocks = Pages(block_ids)
+        blocks = Pages(self._far.slots_of(block_ids))
         buffers = [Pages(buffer[written]) for buffer in self.pages]
         return [
             self._device.prepare(

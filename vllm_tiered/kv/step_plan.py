@@ -63,6 +63,27 @@ def _no_blocks() -> BlockIds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMoves:
+    """What one step does to slots, before it computes; int64, one dimension.
+
+    Attributes:
+        keep: blocks whose content stays in the slots that they have before the step.
+        keep_tags: numbers that stand for these contents.
+        fetch: blocks that get content from their new slots.
+        fetch_tags: the numbers that these slots must have.
+        blocks: blocks that get another slot.
+        slots: these slots.
+    """
+
+    keep: BlockIds = field(default_factory=_no_blocks)
+    keep_tags: BlockIds = field(default_factory=_no_blocks)
+    fetch: BlockIds = field(default_factory=_no_blocks)
+    fetch_tags: BlockIds = field(default_factory=_no_blocks)
+    blocks: BlockIds = field(default_factory=_no_blocks)
+    slots: BlockIds = field(default_factory=_no_blocks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """Block ids of one step, by their treatment in the offloaded layers; int64, one dimension.
 
@@ -87,6 +108,7 @@ class StepPlan:
         num_far: offloaded layers from this step on; None if their number never changes.
         num_far_next: offloaded layers that the next step may have. The layers to be added are
             written out during this step.
+        prefixes: moves of the prefix store (``prefix_store.py``); None if there are none.
     """
 
     load: BlockIds = field(default_factory=_no_blocks)
@@ -103,3 +125,4 @@ class StepPlan:
     reserved: BlockIds = field(default_factory=_no_blocks)
     num_far: int | None = None
     num_far_next: int | None = None
+    prefixes: PrefixMoves | None = None

@@ -109,12 +109,17 @@ class StepPlanner:
         block_tokens: tokens a block holds.
         has_drafts: steps write drafts of speculative decoding. Once some are accepted, the engine
             may cache a block as full that is partial here.
+
+    Attributes:
+        is_full: bool [num_blocks], whether a planned step has filled the block. It is never unset
+            here.
     """
 
     def __init__(self, *, num_blocks: int, block_tokens: int, has_drafts: bool = False) -> None:
         self._block_tokens = block_tokens
         self._has_drafts = has_drafts
         self._requests: dict[str, _Request] = {}
+        self.is_full = np.zeros(num_blocks, dtype=np.bool_)
         self._is_loaded = np.zeros(num_blocks, dtype=np.bool_)  # blocks the previous step loaded
         self._filled: list[BlockIds] = []  # blocks that the previous step filled
         # Offloaded partial blocks that the next step extends, by request.
@@ -301,7 +306,9 @@ class StepPlanner:
         self._is_steady = False
         begun = request.num_full + len(request.partial)
         if num_full > request.num_full:
-            self._filled.append(request.blocks(request.num_full, num_full))
+            filled = request.blocks(request.num_full, num_full)
+            self._filled.append(filled)
+            self.is_full[filled] = True
             written.store_partial += request.fill(num_full)
         end_new = max(begun, num_full)
         if end_new < end_begun:

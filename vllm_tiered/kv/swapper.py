@@ -12,7 +12,8 @@ One step, with offloaded layers r0, r1, r2 ... and two buffers A and B:
 The next step keeps the buffers if its blocks are the same (``staging.py``). Otherwise the buffers
 are freed, and pages that a write still reads drain.
 
-Between two steps the number of offloaded layers may change (``relocator.py``).
+Between two steps the number of offloaded layers may change (``relocator.py``), and the prefix store
+may keep and fetch blocks (``prefix_pages.py``).
 """
 
 from collections.abc import Container, Sequence
@@ -27,6 +28,7 @@ from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import Owner, PagePool
 from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.prefix_pages import PrefixPages
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.staging import Staging
 from vllm_tiered.kv.step_plan import BlockIds, StepPlan
@@ -45,6 +47,7 @@ class Swapper:
         orders: the layers' roles by number of offloaded layers, if that may change; ``order`` is
             one of them.
         released: the engine may use blocks 1 to ``released`` at the start; all if None.
+        num_slots: with a prefix store, the blocks that the far tier holds in each layer.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
         device: runs the copies and allocates the far tier.
@@ -72,13 +75,22 @@ class Swapper:
         homes: FarHomes = FarHomes(),  # noqa: B008 - frozen
         orders: Sequence[SwapOrder] = (),
         released: int | None = None,
+        num_slots: int | None = None,
     ) -> None:
         if offloadable_layers is None:
             offloadable_layers = order.offloaded
         self.table = MappingTable(order, num_blocks, offloadable_layers)
         self.pool = PagePool(near.num_pages)
+        layers = list(offloadable_layers)
+        if num_slots is not None:  # then any layer's pages may have to be kept
+            layers += [layer for layer in range(len(self.table.rows)) if layer not in layers]
         self.far = FarTier(
-            device=device, near=near, layers=offloadable_layers, num_blocks=num_blocks, homes=homes
+            device=device,
+            near=near,
+            layers=layers,
+            num_blocks=num_blocks,
+            homes=homes,
+            num_slots=num_slots,
         )
         self.stall_seconds = 0.0
         self.num_steps = 0
@@ -86,9 +98,15 @@ class Swapper:
         self._failure: BaseException | None = None
         self._device = device
         self._near_pages = NearPages(self.pool, self.table, near, device)
-        self._staging = Staging(pool=self.pool, near=near, device=device, max_buffers=max_buffers)
+        self._staging = Staging(
+            pool=self.pool, near=near, far=self.far, device=device, max_buffers=max_buffers
+        )
         self._orders = orders
         self._relocator = Relocator(self.pool, self.table, self.far)
+        self._prefixes: PrefixPages | None = None
+        if num_slots is not None:
+            self._prefixes = PrefixPages(self.far, self.table, self._relocator)
+        self._follows_blocks = bool(orders) or num_slots is not None
         self._written_before: tuple[Event, ...] = ()
         self._lost: set[int] = set()
         self._plan = _NOTHING
@@ -148,9 +166,13 @@ class Swapper:
         if len(plan.evict_partial):
             self._store_partial(plan.evict_partial)
             self._relocator.hold(plan.evict_partial)
-        if self._orders:
+        kept = None
+        if self._follows_blocks:
+            self._relocator.settle(plan)
+            kept = self._prefixes.begin(plan) if self._prefixes else None
             self._relocator.begin_step(plan)
-        self._near_pages.reserve_blocks(plan.reserved)
+        read_until = None if kept is None else self.far.last_write[0]
+        self._near_pages.reserve_blocks(plan.reserved, read_until)
         if plan.num_far is not None and plan.num_far != self.order.num_far:
             self._change_order(self._orders[plan.num_far])
         self.stall_seconds += self._near_pages.release_blocks(plan.released)
@@ -161,6 +183,8 @@ class Swapper:
         if plan.num_far_next is not None and plan.num_far_next != self.order.num_far:
             self._relocator.begin_write_out(self._orders[plan.num_far_next])
         self.stall_seconds += self._near_pages.alloc_partial(plan.alloc_partial)
+        if self._prefixes and plan.prefixes is not None:
+            self._prefixes.fetch(plan.prefixes.fetch, kept)
         if not self.order.offloaded:
             return
         if not self._staging.num_buffers:
@@ -224,7 +248,7 @@ class Swapper:
         plan, self._plan = self._plan, _NOTHING
         if len(plan.store_partial):
             self._store_partial(plan.store_partial)
-        if self._orders:
+        if self._follows_blocks:
             self._relocator.end_step(plan)
 
     def abandon(self, failure: BaseException) -> None:
@@ -251,8 +275,17 @@ class Swapper:
         """
         # vLLM may ask before it ends the step (behind the drafter), so look for the latest, too.
         lost, self._lost = self._lost | self.far.take_lost(), set()
-        self._relocator.forget_blocks(lost)
+        if self._prefixes:
+            lost |= self._prefixes.take_lost()
+        self._relocator.empty_blocks(np.fromiter(lost, np.int64))
         return lost
+
+    def wait_for_all_layers(self) -> None:
+        """Stall compute until every resident layer's pages are near.
+
+        Call it for a step that runs no hook between layers.
+        """
+        self.stall_seconds += self._relocator.end_reads()
 
     def check_integrity(self) -> None:
         """Check that pages are conserved, and that the table agrees with the layers' roles.
@@ -311,7 +344,7 @@ class Swapper:
             reads.append((staging.reads[position], after))
             write = self._writes[position]
             staging.vacated[buffer] = computed[position] if write is None else (write,)
-        self._reads[:] = self.far.submit_reads(reads)
+        self._reads[:] = self.far.submit_reads(reads, staging.read_ids)
 
     def _queue_writes(self, computed: Sequence[tuple[Event, ...]]) -> None:
         """Queue each offloaded layer's write, and after each turn the write-out of a leaving layer.
@@ -334,7 +367,8 @@ class Swapper:
     def _store_partial(self, block_ids: BlockIds) -> None:
         """Write partial blocks to the far tier in every offloaded layer; their near pages drain."""
         if self.order.offloaded:
-            pages = self.table.offloaded_pages(block_ids)
-            self.far.write(self.order.offloaded, block_ids, pages)
-            self.pool.drain(pages.ravel(), Owner.PARTIAL, self.far.last_write[0])
+            layers = np.repeat(self.order.offloaded, len(block_ids))
+            pages = self.table.offloaded_pages(block_ids).ravel()
+            self.far.write(layers, np.tile(block_ids, len(self.order.offloaded)), pages)
+            self.pool.drain(pages, Owner.PARTIAL, self.far.last_write[0])
         self._near_pages.partial.difference_update(block_ids.tolist())

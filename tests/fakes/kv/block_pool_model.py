@@ -2,19 +2,23 @@
 """Model of vLLM's ``BlockPool``: free queue, reference counts and prefix cache."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 Prefix = tuple[int, ...]
 
 
 class BlockPool:
-    """Pool of blocks; block 0 is the null block, which is never allocated."""
+    """Pool of blocks; block 0 is the null block, which is never allocated.
+
+    ``on_reuse`` is called for each block that is taken, with the prefix that it still holds.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.free = deque(range(1, num_blocks))
         self.references = [0] * num_blocks
         self.prefix_of: dict[int, Prefix] = {}
         self._cached: dict[Prefix, list[int]] = {}
+        self.on_reuse: Callable[[int, Prefix | None], None] = lambda block, prefix: None
 
     @property
     def num_free(self) -> int:
@@ -31,6 +35,8 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         blocks = [self.free.popleft() for _ in range(count)]
+        for block in blocks:
+            self.on_reuse(block, self.prefix_of.get(block))
         self.evict(blocks)
         for block in blocks:
             self.references[block] = 1

@@ -35,6 +35,7 @@ class Setup:
         has_states: a third group has a block per request for a recurrent state.
         staging_buffers: buffers that several offloaded layers need.
         num_drafts: the most drafts of speculative decoding of a request in a step.
+        spare_slots: slots of a prefix store beyond one for each block; None without a store.
     """
 
     num_layers: int = 4
@@ -52,6 +53,7 @@ class Setup:
     has_states: bool = False
     staging_buffers: int = 2
     num_drafts: int = 0
+    spare_slots: int | None = None
 
     @property
     def partial(self) -> PartialBlocks:
@@ -60,6 +62,13 @@ class Setup:
             return PartialBlocks()
         in_doubt = self.num_drafts * (1 + self.ahead)
         return PartialBlocks.of_drafts(self.num_drafts, in_doubt, self.block_tokens)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each far region with a prefix store; 0 without one."""
+        if self.spare_slots is None or self.window_tokens or self.has_states:
+            return 0
+        return self.usable_blocks + 1 + self.spare_slots
 
     @property
     def window_blocks(self) -> int:
@@ -165,9 +174,12 @@ class Driver:
             window_blocks=setup.window_blocks,
             num_columns=near_pages // setup.num_layers if setup.has_states else 0,
             num_drafts=setup.num_drafts,
+            num_slots=setup.num_slots,
         )
-        if setup.num_drafts:
+        if setup.num_drafts or setup.num_slots:
             worker["check_bytes"] = False
+        if setup.num_slots:
+            worker["num_slots"] = setup.num_slots
         if setup.has_states:
             worker["has_states"] = True
         if setup.window_tokens:
@@ -273,6 +285,9 @@ class Driver:
         self.worker.close()
         cached = self.engine.pool.prefix_of.keys()
         self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids))
+        if self.engine.store:
+            for slot, tag in self.engine.store.contents():
+                self.worker.check_kept(slot, tag)
 
 
 def run_schedule(

@@ -9,12 +9,13 @@ another, with a block per request for its recurrent state, and no prefix cache. 
 next step is scheduled before the last one has run, as under vLLM's async scheduling. Then
 ``defer_frees`` keeps a request's blocks until the steps that still write them have run, as vLLM
 does for connectors. With ``num_drafts`` a decode step also computes drafts, of which a prefix is
-accepted; ``ahead``, that is known when the next step is scheduled already.
+accepted; ``ahead``, that is known when the next step is scheduled already. With ``num_slots`` a
+prefix store keeps blocks that leave the prefix cache.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from tests.fakes.kv.block_pool_model import BlockPool
@@ -23,6 +24,7 @@ from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import KvGeometry, KvLevels
+from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
@@ -44,6 +46,7 @@ class EngineModel:
         window_blocks: int = 0,
         num_columns: int = 0,
         num_drafts: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self.num_drafts = num_drafts
         self.num_accepted = self.num_rejected = 0
@@ -80,6 +83,16 @@ class EngineModel:
             self.max_tokens = self.block_tokens * (min(limits) - window_blocks)
         self.admission = Admission(self.elastic, self.pool, self.expansion)
         self.admission.start()
+        self.store: PrefixStore | None = None
+        if num_slots:
+            reserved = set(self.elastic.reserved)
+            self.store = PrefixStore(
+                num_blocks=usable_blocks + 1,
+                num_slots=num_slots,
+                released=[b for b in range(1, usable_blocks + 1) if b not in reserved],
+                is_full=self.planner.is_full,
+            )
+            self.pool.on_reuse = self.store.evict
         self._scheduled_steps = self._updated_steps = 0
 
     def add(self, request: Request) -> None:
@@ -181,11 +194,14 @@ class EngineModel:
         while len(self.running) < self.max_running and (queue := self.holding or self.waiting):
             request = queue[0]
             hits = [] if request.blocks or self.has_states else self._hits(request)
-            computed = request.computed + len(hits) * self.block_tokens
+            keys = [] if request.blocks else self._stored(request, len(hits))
+            computed = request.computed + (len(hits) + len(keys)) * self.block_tokens
             if (num_tokens := min(chunk(), request.known - computed)) <= 0:
                 break
             if not self._admit(request, hits, computed + num_tokens):
                 break
+            if self.store and keys:
+                self.store.fetch(keys, request.blocks[len(hits) : len(hits) + len(keys)])
             queue.popleft()
             self.running.append(request)
             request.status = Status.RUNNING
@@ -223,7 +239,7 @@ class EngineModel:
         self.elastic.check_integrity()
         resident = self.elastic.resident.take_changes()
         released, reserved = self.admission.take_changes()
-        return self.planner.plan(
+        plan = self.planner.plan(
             [part.scheduled for part in parts],
             ended,
             released=released,
@@ -231,6 +247,9 @@ class EngineModel:
             resident=resident,
             **level._asdict(),
         )
+        if self.store:
+            plan = replace(plan, prefixes=self.store.take_moves(released, reserved))
+        return plan
 
     def _part(
         self,
@@ -289,6 +308,13 @@ class EngineModel:
         while None in self._window_hits(request, len(hits)):
             hits.pop()
         return hits
+
+    def _stored(self, request: Request, num_hits: int) -> list[Hashable]:
+        """Return the keys of the blocks behind the hits whose content the prefix store has."""
+        if self.store is None:
+            return []
+        ends = range((num_hits + 1) * self.block_tokens, request.known, self.block_tokens)
+        return self.store.match(tuple(request.tokens[:end]) for end in ends)
 
     def _window_hits(self, request: Request, num_hits: int) -> list[int | None]:
         """Return the window's blocks at a prefix's end, 0 for those it has passed."""
@@ -424,6 +450,8 @@ class EngineModel:
     def check_integrity(self) -> None:
         """Check that every usable block is free, held by a request, reserved or deferred."""
         self.elastic.check_integrity()
+        if self.store:
+            self.store.check_integrity()
         window = [
             block for r in self.running for block in (*r.window_blocks, r.state_block) if block
         ]

@@ -21,6 +21,7 @@ from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder
+from vllm_tiered.kv.step_plan import PrefixMoves
 from vllm_tiered.kv.swapper import Swapper
 
 NEVER_WRITTEN = -2
@@ -121,6 +122,7 @@ class WorkerModel:
         check_bytes: bool = True,
         window_tokens: int = 0,
         has_states: bool = False,
+        num_slots: int | None = None,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -135,10 +137,15 @@ class WorkerModel:
             offloadable_layers=offloadable_layers,
             orders=orders,
             released=released,
+            num_slots=num_slots,
         )
         shape = (num_blocks, geometry.block_tokens)
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
+        # Of the contents in the prefix store, by tag
+        self.kept_truth: dict[int, np.ndarray] = {}
+        self._kept_prefixes: dict[int, np.ndarray] = {}
+        self._has_store = num_slots is not None
         self._geometry = geometry
         self._window_tokens = window_tokens
         self._has_states = has_states
@@ -155,6 +162,7 @@ class WorkerModel:
         Raises:
             WrongKv: a page does not hold the computed values.
         """
+        self._follow_moves(step.plan.prefixes)
         self._follow_prefixes(step.parts)
         as_vllm = self.swapper.will_be_laid_out_as_vllm(step.plan)
         self.swapper.begin_step(step.plan)
@@ -191,7 +199,15 @@ class WorkerModel:
         for layer in self.swapper.order.offloaded:
             far_region = self.swapper.far.far_region(layer).words
             assert far_region is not None
-            np.testing.assert_array_equal(far_region[blocks], self.truth[layer, blocks])
+            slots = self.swapper.far.slots_of(np.array(blocks, dtype=np.int64))
+            np.testing.assert_array_equal(far_region[slots], self.truth[layer, blocks])
+
+    def check_kept(self, slot: int, tag: int) -> None:
+        """Check that a slot has the content of this tag in every layer; call it after ``close``."""
+        for layer in range(self._geometry.num_layers):
+            far_region = self.swapper.far.far_region(layer).words
+            assert far_region is not None
+            np.testing.assert_array_equal(far_region[slot], self.kept_truth[tag][layer])
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
         """Check that the layout is as predicted; vLLM's must hold for the replay of a graph."""
@@ -203,7 +219,8 @@ class WorkerModel:
             own_pages = self.swapper.pool.num_pages // self._geometry.num_layers
             expected = layers * own_pages + block_ids
             np.testing.assert_array_equal(self.swapper.table.pages[:, block_ids], expected)
-            assert all(layer not in self.swapper.layers_to_come for layer in layers.ravel())
+            if step.plan.prefixes is None:
+                assert all(layer not in self.swapper.layers_to_come for layer in layers.ravel())
 
     def _submit(self, kernel: Callable[[], None]) -> None:
         if isinstance(self.device.inner, SimulatedDevice | SimulatedCudaDevice):
@@ -290,6 +307,25 @@ class WorkerModel:
                     seen = self.prefixes[block_ids, slots][:kept]
                     assert (seen == own[:kept]).all(), "a wrong prefix hit"
 
+    def _follow_moves(self, moves: PrefixMoves | None) -> None:
+        """Follow what blocks hold that the prefix store keeps and fetches."""
+        if moves is None:
+            return
+        keep = list(zip(moves.keep.tolist(), moves.keep_tags.tolist(), strict=True))
+        fetch = list(zip(moves.fetch.tolist(), moves.fetch_tags.tolist(), strict=True))
+        for block, tag in keep:
+            self._kept_prefixes[tag] = self.prefixes[block].copy()
+        for block, tag in fetch:
+            self.prefixes[block] = self._kept_prefixes[tag]
+
+        def kernel() -> None:
+            for block, tag in keep:
+                self.kept_truth[tag] = self.truth[:, block].copy()
+            for block, tag in fetch:
+                self.truth[:, block] = self.kept_truth[tag]
+
+        self._submit(kernel)
+
     def _prefix_hashes(self, part: Part) -> "np.ndarray":
         tokens = part.tokens
         # Under async scheduling a request runs for some tokens more than its last.
@@ -299,6 +335,8 @@ class WorkerModel:
 
     def _check_step(self, step: Step) -> None:
         self.swapper.check_integrity()
+        if self._has_store:
+            assert not self.swapper.take_lost()
         pool = self.swapper.pool
         order = self.swapper.order
         assert pool.count(Owner.RESIDENT) == len(order.resident) * len(step.released)

@@ -34,6 +34,7 @@ def setups(draw):
         adaptive=adaptive,
         offloads_partial_blocks=draw(st.booleans()),
         num_drafts=draw(st.sampled_from((0, 0, 1, 3, 6))),
+        spare_slots=draw(st.sampled_from((None, 0, 1, 5, 40))),
         window_tokens=draw(st.sampled_from((0, 0, 1, 3, 8))),
         has_states=draw(st.booleans()),
         staging_buffers=draw(st.sampled_from((1, 2))),

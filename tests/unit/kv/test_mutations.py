@@ -30,6 +30,8 @@ from vllm_tiered.kv.layout import PartialBlocks
 from vllm_tiered.kv.mapping_table import MappingTable
 from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.page_pool import PagePool
+from vllm_tiered.kv.prefix_pages import PrefixPages
+from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.relocator import Relocator
 from vllm_tiered.kv.resident_blocks import ResidentBlocks
 from vllm_tiered.kv.staging import Staging
@@ -99,6 +101,31 @@ SETUPS = (
         ahead=True,
         adaptive=True,
         offloads_partial_blocks=True,
+        num_drafts=4,
+    ),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=2, spare_slots=8),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=9, spare_slots=1, ahead=True),
+    Setup(num_layers=5, num_far=4, sure_blocks=4, spare_pages=4, spare_slots=0, adaptive=True),
+    Setup(
+        num_layers=5,
+        num_far=4,
+        block_tokens=3,
+        sure_blocks=3,
+        spare_pages=9,
+        spare_slots=9,
+        ahead=True,
+        adaptive=True,
+        offloads_partial_blocks=True,
+    ),
+    Setup(num_layers=3, num_far=0, sure_blocks=4, spare_pages=2, spare_slots=20, ahead=True),
+    Setup(
+        num_layers=5,
+        num_far=4,
+        sure_blocks=6,
+        spare_pages=30,
+        spare_slots=9,
+        ahead=True,
+        adaptive=True,
         num_drafts=4,
     ),
     Setup(num_layers=5, num_far=4, block_tokens=8, sure_blocks=2, spare_pages=9),
@@ -185,8 +212,8 @@ def buffers_do_not_wait_for_writes(original):
 
 
 def buffers_do_not_wait_at_all(original):
-    def submit_reads(self, reads):
-        return original(self, [(copy, after[1:]) for copy, after in reads])
+    def submit_reads(self, reads, block_ids):
+        return original(self, [(copy, after[1:]) for copy, after in reads], block_ids)
 
     return submit_reads
 
@@ -326,7 +353,7 @@ def assign_one_column_to_all(original):
 
 
 def reserve_nothing_in_the_worker(original):
-    return lambda self, block_ids: None
+    return lambda self, block_ids, read_until=None: None
 
 
 def move_without_what_was_filled_since(original):
@@ -340,8 +367,8 @@ def move_without_what_was_filled_since(original):
 
 
 def return_without_reading(original):
-    def read(self, layer, block_ids, pages, drained):
-        return self._device.compute_event()
+    def read(self, layers, block_ids, pages, drained=()):
+        return [self._device.compute_event()] * len(layers)
 
     return read
 
@@ -355,10 +382,7 @@ def use_returning_layers_at_once(original):
 
 
 def ignore_that_blocks_are_reused(original):
-    def begin_step(self, plan):
-        self._settle(becomes_far=bool(plan.num_far))
-
-    return begin_step
+    return lambda self, plan: None
 
 
 def ignore_that_partial_blocks_change(original):
@@ -412,6 +436,51 @@ def keep_buffers_that_had_new_blocks(original):
     return fits
 
 
+def keep_without_writing(original):
+    return lambda self, block_ids: None
+
+
+def fetch_without_reading(original):
+    def fetch(self, block_ids, written):
+        self._relocator.hold_everywhere(block_ids)
+
+    return fetch
+
+
+def compute_overwrites_what_is_kept(original):
+    def begin(self, plan):
+        original(self, plan)
+
+    return begin
+
+
+def fetched_blocks_hold_what_they_held(original):
+    def begin(self, plan):
+        event = original(self, plan)
+        if plan.prefixes is not None:
+            self._relocator._holds[plan.prefixes.fetch] = True
+        return event
+
+    return begin
+
+
+def blocks_stay_in_their_slots(original):
+    return lambda self, block_ids, slots: None
+
+
+def reserved_pages_are_free_at_once(original):
+    return lambda self, block_ids, read_until=None: original(self, block_ids)
+
+
+def drop_matched_content(original):
+    def match(self, keys):
+        matched = original(self, keys)
+        self._matched = frozenset()
+        return matched
+
+    return match
+
+
 def shrink_before_blocks_fit(original):
     return property(lambda self: 0)
 
@@ -441,6 +510,13 @@ MUTATIONS = (
     Mutation(Relocator, "begin_step", ignore_that_blocks_are_reused, WrongKv),
     Mutation(Relocator, "end_step", ignore_that_partial_blocks_change, WrongKv),
     Mutation(Relocator, "hold", ignore_that_partial_blocks_left, WrongKv),
+    Mutation(Relocator, "write_out_blocks", keep_without_writing, WrongKv),
+    Mutation(PrefixPages, "fetch", fetch_without_reading, WrongKv),
+    Mutation(PrefixPages, "begin", compute_overwrites_what_is_kept, AssertionError),
+    Mutation(PrefixPages, "begin", fetched_blocks_hold_what_they_held, WrongKv),
+    Mutation(FarTier, "assign_slots", blocks_stay_in_their_slots, WrongKv),
+    Mutation(NearPages, "reserve_blocks", reserved_pages_are_free_at_once, AssertionError),
+    Mutation(PrefixStore, "match", drop_matched_content, IntegrityError),
     Mutation(StepPlanner, "_evict_partial", partial_blocks_become_far_unwritten, IntegrityError),
     Mutation(StepPlanner, "_evict_partial", partial_blocks_that_left_count_as_near, WrongKv),
     Mutation(Staging, "fits", keep_buffers_of_other_blocks, WrongKv),
@@ -471,6 +547,8 @@ def test_unbroken_passes():
     assert sum(driver.worker.num_kept for driver in drivers) > 100
     assert sum(driver.engine.num_accepted for driver in drivers) > 100
     assert sum(driver.engine.num_rejected for driver in drivers) > 100
+    stores = [driver.engine.store for driver in drivers]
+    assert sum(store.num_hits for store in stores if store) > 100
 
 
 def test_unbroken_passes_on_delayed_threads():

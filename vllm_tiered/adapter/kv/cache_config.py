@@ -220,8 +220,15 @@ def tiered_kv_cache_configs(
         configs = plan([num_blocks * block_bytes] * len(kv_cache_specs))
     if fits_length:  # to all blocks, including partial ones
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
+    num_slots = None
+    if _may_store_prefixes(vllm_config, kv, groups):
+        budget = kv_plan.far_budget_bytes(kv, sizes["world_size"])
+        if sizes["allocatable_bytes"] is not None:
+            budget = min(budget, sizes["allocatable_bytes"])
+        num_slots = kv_plan.prefix_slots(kv, stack, spec.page_size_bytes, num_blocks, budget)
     for kv_cache_config in configs:
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
+        setattr(kv_cache_config, kv_plan.NUM_SLOTS, num_slots)
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.
         kv_cache_config.kv_cache_tensors = [
@@ -240,6 +247,16 @@ def tiered_kv_cache_configs(
 
         return [ClearedStatesConfig.of(kv_cache_config) for kv_cache_config in configs]
     return configs
+
+
+def _may_store_prefixes(vllm_config: Any, kv: KvConfig, groups: KvGroups) -> bool:
+    """Return whether a block's content is all that a later request needs to go on behind it.
+
+    It is not where a window or a state belongs to it, or the KV of a draft model.
+    """
+    is_alone = not groups.resident and not groups.stack.num_draft
+    has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+    return kv.prefix_store and kv.tier == "far" and is_alone and has_cache
 
 
 def _longest(groups: KvGroups, max_tokens: Callable[[int], int], at_most: int) -> int:

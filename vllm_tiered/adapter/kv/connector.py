@@ -131,7 +131,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False
+        hits = self._scheduler.prefix_hits if self._scheduler else None
+        return (hits.match(request, num_computed_tokens) if hits else 0), False
 
     def on_new_request(self, request: Any) -> None:
         """Track a request, but abort a session of streamed input under asynchronous scheduling.
@@ -150,7 +151,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.begin_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        return
+        if self._scheduler and self._scheduler.prefix_hits and num_external_tokens:
+            block_ids = blocks.get_block_ids()[self.group_index]
+            self._scheduler.prefix_hits.allocated(block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler:

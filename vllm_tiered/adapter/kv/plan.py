@@ -33,6 +33,9 @@ LEFT_TO_VLLM = "tiered_left_to_vllm"
 DRAFT_LAYERS = "tiered_draft_layers"
 """Attribute of a KVCacheConfig: the names of a draft model's layers."""
 
+NUM_SLOTS = "tiered_num_slots"
+"""Attribute of a KVCacheConfig: :attr:`KvPlan.num_slots`, which depends on the host's memory."""
+
 
 class LeftToVllm(NamedTuple):
     """Why a KV cache is not swapped.
@@ -63,6 +66,8 @@ class KvPlan:
             configured expansion with a storage tier has levels too: without that tier, if it fails,
             fewer layers are offloaded.
         left_to_vllm: why the KV cache is vLLM's own; None if it is not.
+        num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
+            without one.
     """
 
     geometry: KvGeometry
@@ -74,6 +79,7 @@ class KvPlan:
     groups: KvGroups | None = None
     levels: KvLevels | None = None
     left_to_vllm: LeftToVllm | None = None
+    num_slots: int | None = None
 
     @property
     def near_bytes(self) -> int:
@@ -93,7 +99,7 @@ class KvPlan:
     @property
     def region_bytes(self) -> int:
         """Bytes of one layer's far region."""
-        return self.num_blocks * self.geometry.page_bytes
+        return (self.num_slots or self.num_blocks) * self.geometry.page_bytes
 
     def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
         """Return the bytes of far pages in memory, and in a file.
@@ -102,6 +108,8 @@ class KvPlan:
         the start.
         """
         num_layers = len(self.offloadable_layers)
+        if self.num_slots is not None:
+            num_layers = self.geometry.num_layers
         memory = homes.memory_layers if homes.memory_layers is not None else num_layers
         in_memory = min(num_layers, memory)
         return in_memory * self.region_bytes, (num_layers - in_memory) * self.region_bytes
@@ -260,6 +268,26 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     return with_max_num_far(levels, fitting[-1])
 
 
+def prefix_slots(
+    kv: KvConfig, stack: LayerStack, page_bytes: int, num_blocks: int, budget: int
+) -> int | None:
+    """Return the blocks that the far tier holds in every layer, for a prefix store.
+
+    With a ``far_gib`` of "auto" they are as many as vLLM's blocks: those of levels that are not
+    reached now are free for other content. A number is used up.
+
+    Args:
+        budget: bytes of far memory of one rank.
+
+    Returns:
+        The number; None if the memory does not hold a prefix store beside the far layers.
+    """
+    fits = budget // (stack.num_layers * page_bytes)
+    num_slots = num_blocks if kv.far_gib == "auto" else fits
+    has_spare = num_slots > num_blocks or kv.expansion == "auto"
+    return num_slots if has_spare and num_blocks <= num_slots <= fits else None
+
+
 def make_geometry(
     order: SwapOrder, spec: Any, near_pages: int, partial: PartialBlocks
 ) -> KvGeometry:
@@ -328,6 +356,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         stack=stack,
         groups=groups,
         levels=levels,
+        num_slots=getattr(kv_cache_config, NUM_SLOTS, None),
     )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side of the connector: plans each step and reserves blocks of vLLM's pool."""
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -16,6 +17,7 @@ from vllm_tiered.adapter.kv.drafts import Drafts
 from vllm_tiered.adapter.kv.free_list import VllmFreeList
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
+from vllm_tiered.adapter.kv.prefix_hits import PrefixHits
 from vllm_tiered.adapter.kv.resident_groups import ResidentGroupHooks, name_columns
 from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
@@ -25,6 +27,7 @@ from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import KvLevels
+from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
@@ -59,6 +62,7 @@ class TieredScheduler:
     Attributes:
         expansion: the transition between levels; None if the level never changes.
         storage_failure: why the storage tier is not used any more; "" while it is, or without one.
+        prefix_hits: the prefix store; None without one.
         unservable: requests that cannot be served, by the reason, until they are taken out.
     """
 
@@ -100,6 +104,7 @@ class TieredScheduler:
         elif plan.levels is not None:
             self.expansion = Expansion(plan.levels, self.elastic, plan.start)
         self.storage_failure = ""
+        self.prefix_hits: PrefixHits | None = None
         self.unservable: dict[str, str] = {}
         self._max_model_len = self._max_request_tokens = max_model_len
         self._restricted_by = ""  # why levels that the engine began with are not reached any more
@@ -148,6 +153,20 @@ class TieredScheduler:
         )
         # vLLM computes the usage and the watermark from all blocks, reserved ones included.
         pool.get_usage = self._usage
+        if self._plan.num_slots is not None:
+            reserved = set(self.elastic.reserved)
+            store = PrefixStore(
+                num_blocks=self._plan.num_blocks,
+                num_slots=self._plan.num_slots,
+                released=[b for b in range(1, self._plan.num_blocks) if b not in reserved],
+                is_full=self._planner.is_full,
+            )
+            self.prefix_hits = PrefixHits(
+                store,
+                pool,
+                group_index=self._groups.index,
+                block_tokens=self._plan.geometry.block_tokens,
+            )
         self._manager = kv_cache_manager
         self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
 
@@ -189,10 +208,22 @@ class TieredScheduler:
             step = self._planner.plan(
                 requests, ended, released=released, reserved=reserved, **changes
             )
+            if self.prefix_hits:
+                step = self._with_prefixes(step, released, reserved)
+        elif self.prefix_hits:
+            step = self._with_prefixes(step)
         self.recent.add(step, requests)
         if self.elastic.resident.columns:
             name_columns(scheduler_output, self._groups.resident, self.elastic.resident.columns)
         return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
+
+    def _with_prefixes(
+        self, step: StepPlan, released: Sequence[int] = (), reserved: Sequence[int] = ()
+    ) -> StepPlan:
+        """Add the moves of the prefix store to a plan."""
+        assert self.prefix_hits is not None
+        moves = self.prefix_hits.store.take_moves(released, reserved)
+        return step if moves is None else dataclasses.replace(step, prefixes=moves)
 
     def end_step(self, scheduler_output: Any) -> None:
         """Record that the outcome of this step is known."""
@@ -209,6 +240,8 @@ class TieredScheduler:
         """Record the workers' measurements of a step."""
         if report.why_not and not self._latest_report.why_not:
             self._restrict(0, because=report.why_not)
+            if self.prefix_hits:
+                self.prefix_hits.close()
         self._latest_report = report
         self._watch.report(report)
 
@@ -218,6 +251,8 @@ class TieredScheduler:
         A request that loses blocks again and again is ``unservable``.
         """
         self._record_event("load error", f"{len(request_ids)} requests are computed anew")
+        if self.prefix_hits:  # some of it may have been computed from lost pages
+            self.prefix_hits.store.drop_all()
         for request_id in self.recomputes.add(request_ids):
             self.unservable[request_id] = (
                 f"it lost KV blocks more than {MAX_RECOMPUTES} times: see the storage device's "
@@ -289,6 +324,7 @@ class TieredScheduler:
             level=expansion.level if expansion else None,
             num_reserved=len(self.elastic.reserved),
         )
+        stats.data["kv_blocks_stored"] = self.prefix_hits.store.num_kept if self.prefix_hits else 0
         stats.data["kv_storage_failed"] = int(bool(self.storage_failure))
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
@@ -388,6 +424,8 @@ class TieredScheduler:
             if not free_list.reset_without_taken(reset_prefix_cache):
                 return False
             self.elastic.end_all()
+            if self.prefix_hits:  # the weights may have changed
+                self.prefix_hits.store.drop_all()
             self._admission.reserve_excess()
             return True
 

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TieredWorker:
         self._translates = False
         self._is_translated = False  # the latest step was translated
         self._row_of: dict[str, int] = {}  # all layers, by their row in the mapping table
-        self._layer_of: dict[str, int] = {}  # layers that may be offloaded
+        self._layer_of: dict[str, int] = {}  # layers that a step may have to wait for
         self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
         self._offloaded: dict[str, int] = {}
         self._to_come: Container[int] = ()  # layers that this step must wait for
@@ -140,6 +140,7 @@ class TieredWorker:
             homes=homes,
             orders=self._plan.orders,
             released=self._plan.released_blocks,
+            num_slots=self._plan.num_slots,
         )
         if self._plan.swaps:
             link_peak.measure(near.device)
@@ -175,7 +176,10 @@ class TieredWorker:
         for name, row in states.items():
             self._layers[name].kv_cache = self._own_columns(views[name], row)
         self._names = names
-        self._layer_of = {names[layer]: layer for layer in sorted(self._plan.offloadable_layers)}
+        awaited: Iterable[int] = sorted(self._plan.offloadable_layers)
+        if self._plan.num_slots is not None:
+            awaited = range(len(names))
+        self._layer_of = {names[layer]: layer for layer in awaited}
         self._waits_here = {
             name: layer
             for name, layer in self._layer_of.items()
@@ -268,6 +272,8 @@ class TieredWorker:
             IntegrityError: vLLM chose a whole-step graph, which would not see the translation.
         """
         was_translated, self._is_translated = self._is_translated, False
+        if self.full_graphs and _is_one_graph(forward_context):
+            self.swapper.wait_for_all_layers()
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
         self._check_no_full_graph(forward_context)
@@ -418,7 +424,7 @@ class TieredWorker:
 
     @staticmethod
     def _check_no_full_graph(forward_context: Any) -> None:
-        if forward_context.cudagraph_runtime_mode.name == "FULL":
+        if _is_one_graph(forward_context):
             raise IntegrityError("vLLM chose a CUDA graph of a whole step, and KV pages have moved")
 
     def _hook_direct_calls(self, layer_name: str) -> None:
@@ -477,6 +483,11 @@ class TieredWorker:
             layers = self._trace.finish(self._step_start + step_seconds)
             report.layers += [] if layers is None else [layers]
             self._trace = None
+
+
+def _is_one_graph(forward_context: Any) -> bool:
+    """Return whether a step is a CUDA graph of a whole step, or computes nothing."""
+    return forward_context is None or forward_context.cudagraph_runtime_mode.name == "FULL"
 
 
 def announce(plan: KvPlan, homes: FarHomes, *, log: bool) -> None:

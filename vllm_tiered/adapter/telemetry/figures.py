@@ -164,10 +164,12 @@ GAUGE_METRICS = (
     _labelled(
         "kv_blocks",
         "KV blocks: released to requests, or reserved because more far layers would free them or "
-        "partial blocks that stay near take their memory.",
+        "partial blocks that stay near take their memory. Stored ones have left the prefix cache, "
+        "and their content is in far memory for later requests.",
         "state",
         released="kv_blocks_released",
         reserved="kv_blocks_reserved",
+        stored="kv_blocks_stored",
     ),
 )
 """Gauges that the scheduler sets, except for the bytes of far pages."""

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that leave vLLM's prefix cache are read from the far tier instead of computed again."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.e2e.faults import flipping_device, poison_freed_pages, walk
+from tests.e2e.harness import Tokens, engine, generate, metric, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from vllm_tiered.adapter.kv import worker
+from vllm_tiered.kv.prefix_pages import PrefixPages
+
+MIB = 1 << 20
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
+TIGHT: dict[str, Any] = OPTIONS | {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 384}
+STORE: dict[str, Any] = {"far_gib": 0.5}
+
+
+def conversations(count: int, *, seed: int = 0) -> Tokens:
+    """Return first turns of 90 to 130 tokens."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(1000, 40000) for _ in range(rng.randrange(90, 130))] for _ in range(count)
+    ]
+
+
+def next_turns(prompts: Tokens, answers: Tokens, *, seed: int = 1) -> Tokens:
+    """Return each conversation with its answer and 20 tokens more."""
+    rng = random.Random(seed)
+    return [
+        [*prompt, *answer, *(rng.randrange(1000, 40000) for _ in range(20))]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def run_turns(tiered: dict[str, Any], model: str = "deep", **options: Any) -> dict[str, float]:
+    """Run three turns of 16 conversations, check their tokens, and return metrics."""
+    turns = [conversations(16)]
+    expected = []
+    for _ in range(3):
+        expected.append(vllm_tokens(model, turns[-1]))
+        turns.append(next_turns(turns[-1], expected[-1], seed=len(turns)))
+    with engine(model, tiered, **TIGHT | options) as llm:
+        for prompts, tokens in zip(turns, expected, strict=False):
+            assert generate(llm, prompts) == tokens
+        return {
+            "hits": metric("external_prefix_cache_hits"),
+            "stored": metric("tiered_kv_blocks_stored"),
+            "recomputed": metric("tiered_kv_recomputed_requests"),
+            "preemptions": metric("num_preemptions"),
+            "changes": metric("tiered_kv_level_changes"),
+        }
+
+
+@pytest.mark.parametrize("expansion", [1.5, 3.0, "auto"])
+def test_later_turns_read_what_was_evicted(expansion) -> None:
+    found = run_turns({"expansion": expansion, **STORE})
+    assert found["hits"] > 500
+    assert found["stored"] > 0
+    assert found["recomputed"] == 0
+
+
+def test_by_default_the_memory_of_far_layers_is_used() -> None:
+    assert run_turns({})["hits"] > 500
+
+
+def test_without_the_store_all_is_computed_again() -> None:
+    assert run_turns({"prefix_store": False, **STORE})["hits"] == 0
+
+
+def test_a_walk_over_all_levels_with_late_copies(monkeypatch) -> None:
+    walk(monkeypatch, seed=5, steps_per_level=3)
+    poison_freed_pages(monkeypatch)
+    monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-3))
+    found = run_turns(STORE)
+    assert found["hits"] > 300
+    assert found["changes"] > 5
+    assert found["recomputed"] == 0
+
+
+def test_a_preempted_request_goes_on_with_what_was_evicted() -> None:
+    with engine("deep", {"expansion": 1.5, **STORE}, **TIGHT) as llm:
+        prompts = conversations(10, seed=7)
+        assert generate(llm, prompts, 120) == vllm_tokens("deep", prompts, max_tokens=120)
+        assert metric("num_preemptions") > 0
+        assert metric("external_prefix_cache_hits") > 0
+
+
+def test_a_damaged_page_is_a_miss(monkeypatch) -> None:
+    reads = set(range(100, 40_000, 997))
+    monkeypatch.setattr(worker, "make_device", lambda: flipping_device(reads, whole_pages=True))
+    found = run_turns({"verify": "full", **STORE})
+    assert found["recomputed"] > 0
+
+
+def test_unread_content_changes_tokens(monkeypatch) -> None:
+    """The tests above depend on this."""
+
+    def fetch(self: PrefixPages, block_ids: Any, written: Any) -> None:
+        self._relocator.hold_everywhere(block_ids)
+
+    monkeypatch.setattr(PrefixPages, "fetch", fetch)
+    with pytest.raises(AssertionError):
+        run_turns(STORE)
+
+
+def test_a_reset_drops_what_is_stored() -> None:
+    prompts = conversations(16)
+    with engine("deep", STORE, **TIGHT) as llm:
+        first = generate(llm, prompts)
+        assert metric("tiered_kv_blocks_stored") > 0
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts) == first
+        assert metric("external_prefix_cache_hits") == 0
