@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu import dp_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_tiered.adapter.engine_config import _connector_config
-from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.kv import full_graphs, runner_steps
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import IntegrityError, VersionError
@@ -105,6 +105,7 @@ def compiled(data_parallel_size: int = 1) -> Any:
     compilation.max_cudagraph_capture_size = SIZES[-1]
     return SimpleNamespace(
         compilation_config=compilation,
+        use_v2_model_runner=False,
         num_speculative_tokens=0,
         lora_config=None,
         speculative_config=None,
@@ -164,14 +165,27 @@ def runner(request, monkeypatch):
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
     name, own = request.param.__name__, {"execute_model": request.param.execute_model}
     cls = type(name, (request.param,), own)  # its wrapper is this test's
-    monkeypatch.setattr(full_graphs, "_runner_class", lambda vllm_config: cls)
+    monkeypatch.setattr(runner_steps, "_runner_class", lambda vllm_config: cls)
     runner = cls(compiled())
     yield runner
-    full_graphs.unwatch(runner.vllm_config)
+    runner_steps.unwatch(runner.vllm_config)
+
+
+class Watcher:
+    """The connector, as far as graphs go."""
+
+    def __init__(self) -> None:
+        self.graphs = FullGraphs(lambda plan: not plan.num_far)
+
+    def begin_runner_step(self, runner: Any, metadata: Any) -> None:
+        if metadata is not None:
+            self.graphs.begin_step(runner, metadata.plan)
 
 
 def watched(runner: Any) -> FullGraphs:
-    return full_graphs.watch(runner.vllm_config, lambda plan: not plan.num_far)
+    watcher = Watcher()
+    runner_steps.watch(runner.vllm_config, watcher)
+    return watcher.graphs
 
 
 def step(runner: Any, plan: StepPlan | None) -> Any:
@@ -194,7 +208,7 @@ def test_without_being_watched_whole_steps_go_on(runner):
     """The previous test relies on this."""
     assert [step(runner, plan) for plan in (NEAR, FAR, FAR)] == [FULL] * 3
     graphs = watched(runner)
-    full_graphs.unwatch(runner.vllm_config)
+    runner_steps.unwatch(runner.vllm_config)
     assert step(runner, FAR) == FULL
     with pytest.raises(IntegrityError, match="were not removed from the model runner"):
         graphs.check_removed()
@@ -214,7 +228,7 @@ def test_another_engine_keeps_its_own(runner):
     watched(runner), watched(other)
     assert step(runner, FAR) == PIECEWISE
     assert step(other, NEAR) == FULL
-    full_graphs.unwatch(other.vllm_config)
+    runner_steps.unwatch(other.vllm_config)
 
 
 def test_a_runner_is_wrapped_once(runner):

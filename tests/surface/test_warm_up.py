@@ -19,6 +19,7 @@ def runner(monkeypatch):
         order=SimpleNamespace(offloaded=()),
         near_pages=NEAR_PAGES,
         geometry=SimpleNamespace(num_layers=NUM_LAYERS),
+        has_states=False,
     )
     monkeypatch.setattr(warm_up, "plan_from_config", lambda *_: plan)
     config = SimpleNamespace(num_blocks=NUM_BLOCKS)
@@ -50,6 +51,16 @@ def test_a_layer_has_its_own_pages_only_until_the_first_step(runner):
 def test_layers_that_are_far_from_the_start_have_views_of_all_pages(runner):
     runner.plan.order.offloaded = (1,)
     assert seen_by_vllm(runner) == [NUM_BLOCKS] * 2
+
+
+def test_states_lie_in_their_columns_from_the_start(runner, monkeypatch):
+    """A higher block id would lie in another row, or beyond the near pages."""
+    cleared = []
+    monkeypatch.setattr(warm_up, "_clear_near_pages", lambda: cleared.append(True))
+    runner.plan.order.offloaded = (1,)
+    runner.plan.has_states = True
+    assert seen_by_vllm(runner) == [NEAR_PAGES // NUM_LAYERS] * 2
+    assert len(cleared) == 2  # after each warm-up
 
 
 def test_a_cache_that_is_left_to_vllm_is_not_touched(runner, monkeypatch):

@@ -150,8 +150,18 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-        ("execute_model",),
-        "CUDA graphs of whole steps until the first layer is far",
+        ("execute_model", "initialize_kv_cache"),
+        "applying a step's plan before recurrent states are copied",
+    ),
+    (
+        "vllm.v1.worker.gpu.model_states.interface.ModelState",
+        ("initialize_kv_cache(kv_cache_config, block_tables)",),
+        "copying recurrent states where the layers keep them",
+    ),
+    (
+        "vllm.distributed.kv_transfer",
+        ("get_kv_transfer_group()",),
+        "keeping vLLM's warm-up within the layers' own pages",
     ),
     ("vllm.model_executor.models.utils", ("extract_layer_index(name)",), "the order of the layers"),
     (

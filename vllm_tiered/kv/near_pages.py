@@ -150,6 +150,10 @@ class NearPages:
             del self.columns[block_id]
         self.free_partial(block_ids)
 
+    def clear(self) -> None:
+        """Fill all pages with zeros."""
+        self._near.data.zero_()
+
     def _column_pages(self, columns: BlockIds) -> PageIds:
         """Return the pages of columns [layers, columns]."""
         rows = np.arange(len(self._table.rows), dtype=np.int64)[:, None]

@@ -144,6 +144,16 @@ class Swapper:
         returning = self._relocator.returning
         return {*self._position, *returning} if returning else self._position
 
+    def clear_near_pages(self) -> None:
+        """Fill all near pages with zeros, before the first step.
+
+        Raises:
+            IntegrityError: a step has begun, so pages may hold KV.
+        """
+        if self.num_steps:
+            raise IntegrityError(f"{self.num_steps} steps have written to near pages")
+        self._near_pages.clear()
+
     # One step ---------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:

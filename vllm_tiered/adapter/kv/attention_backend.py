@@ -72,8 +72,6 @@ def _may_swap(vllm_config: Any) -> bool:
     if config is None or config.kv.expansion == 1 or config.kv.max_expansion == 1:
         return False
     model = vllm_config.model_config
-    if model.is_hybrid and vllm_config.use_v2_model_runner:
-        return False
     stack = LayerStack(model.get_num_layers(vllm_config.parallel_config))
     most = stack.expansion(stack.max_num_far)
     shares_kv = bool(getattr(model.hf_text_config, "num_kv_shared_layers", 0))

@@ -242,7 +242,7 @@ def tiered_kv_cache_configs(
             for tensor in kv_cache_config.kv_cache_tensors
             for layer in tensor.layers
         ]
-    if any(group.has_states for group in groups.resident):
+    if groups.has_states:
         from vllm_tiered.adapter.kv.cleared_states import ClearedStatesConfig
 
         return [ClearedStatesConfig.of(kv_cache_config) for kv_cache_config in configs]

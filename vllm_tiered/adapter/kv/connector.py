@@ -5,6 +5,8 @@ The hooks of a step, in vLLM's order:
 
     scheduler   build_connector_meta      plan the step
     worker      handle_preemptions        apply the plan, queue all copies; vLLM then prepares input
+                begin_runner_step         the same under model runner V2, which calls the other one
+                                          when it has prepared input and copied recurrent states
                 bind_connector_metadata   translate block tables in the forward context
                 do_kv_cache_update (wrapped) / wait_for_layer_load   wait for the layer's pages
                 save_kv_layer             the layer is computed: its new KV is written out, and a
@@ -24,8 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.kv import full_graphs, runner_steps
 from vllm_tiered.adapter.kv.drafts import Drafts, num_draft_tokens
+from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
@@ -74,6 +77,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._world_size = parallel.world_size
         self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._begins_early = bool(vllm_config.use_v2_model_runner)
+        self._begun: KVConnectorMetadata | None = None  # of the step whose plan is applied
         self._scheduler: TieredScheduler | None = None
         self._worker: TieredWorker | None = None
         self._energy: EngineEnergy | None = None
@@ -96,9 +101,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                     trace_every=TRACE_EVERY if traces else 0,
                 )
                 if vllm_config.compilation_config.cudagraph_mode:
-                    self._worker.full_graphs = full_graphs.watch(
-                        vllm_config, self._worker.stays_as_vllm, log=is_first
-                    )
+                    self._worker.full_graphs = FullGraphs(self._worker.stays_as_vllm, log=is_first)
+                if self._worker.full_graphs or self._begins_early:
+                    runner_steps.watch(vllm_config, self)
         elif plan.swaps:
             self._scheduler = TieredScheduler(
                 plan,
@@ -183,14 +188,34 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.register_kv_caches(kv_caches)
 
+    def clear_near_pages(self) -> None:
+        """Fill all near pages with zeros; before the first step, as it undoes what was written."""
+        assert self._worker is not None
+        self._worker.swapper.clear_near_pages()
+
+    def begin_runner_step(self, runner: Any, metadata: KVConnectorMetadata | None) -> None:
+        """Remove graphs that the step must not replay; under model runner V2, apply its plan."""
+        assert self._worker is not None
+        if metadata is None:
+            return
+        assert isinstance(metadata, TieredMetadata)
+        if self._worker.full_graphs:
+            self._worker.full_graphs.begin_step(runner, metadata.plan)
+        if self._begins_early:
+            self._apply_plan(metadata)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._energy:
             self._energy.begin_step()
         if self._worker:
-            assert isinstance(kv_connector_metadata, TieredMetadata)
-            self._worker.begin_step(
-                kv_connector_metadata.plan, kv_connector_metadata.planning_seconds
-            )
+            self._apply_plan(kv_connector_metadata)
+
+    def _apply_plan(self, metadata: KVConnectorMetadata) -> None:
+        """Apply the step's plan, unless that has been done."""
+        assert self._worker is not None and isinstance(metadata, TieredMetadata)
+        if metadata is not self._begun:
+            self._begun = metadata
+            self._worker.begin_step(metadata.plan, metadata.planning_seconds)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -263,7 +288,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker:
             self._worker.close()
-            full_graphs.unwatch(self._vllm_config)
+            runner_steps.unwatch(self._vllm_config)
         if self._scheduler:
             self._scheduler.close()
 

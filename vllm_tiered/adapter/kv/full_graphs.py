@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tiered.adapter.compat import supported_versions, vllm_version, wrap_once
+from vllm_tiered.adapter.compat import supported_versions, vllm_version
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import IntegrityError, VersionError
 from vllm_tiered.kv.step_plan import StepPlan
@@ -31,9 +31,6 @@ logger = logging.getLogger("vllm.tiered")
 
 KEPT = "keeps_full_graphs"
 """Key of the connector's extra configuration; if true, vLLM may capture whole-step graphs."""
-
-_engines: list[tuple[Any, "FullGraphs"]] = []
-"""The VllmConfig and the graphs of each of this process's engines."""
 
 
 class FullGraphs:
@@ -51,15 +48,13 @@ class FullGraphs:
         self._is_known = False
         self._kept: list[Any] = []
 
-    def begin_step(self, runner: Any, plan: StepPlan | None) -> None:
+    def begin_step(self, runner: Any, plan: StepPlan) -> None:
         """Remove the graphs if `plan` moves a page; call it before the runner chooses a graph.
-
-        `plan` is None in a step without requests, such as a capture.
 
         Raises:
             VersionError: the runner does not keep its graphs where vLLM's own runners do.
         """
-        if self._are_removed or plan is None:
+        if self._are_removed:
             return
         if not self._is_known:
             _check_known(runner)
@@ -120,43 +115,6 @@ def keeps_full_graphs(config: TieredConfig, engine_args: "EngineArgs") -> bool:
         return float(config.kv.expansion) <= 1
     mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
     return mode is None or mode.name == "FULL_AND_PIECEWISE"  # None: vLLM's own default
-
-
-def watch(
-    vllm_config: Any, stays_as_vllm: Callable[[StepPlan], bool], *, log: bool = True
-) -> FullGraphs:
-    """Wrap the steps of the model runner with this configuration, and return its graphs.
-
-    Raises:
-        VersionError: vLLM has no such runner.
-    """
-    graphs = FullGraphs(stays_as_vllm, log=log)
-    _engines.append((vllm_config, graphs))
-    wrap_once(_runner_class(vllm_config), "execute_model", _execute)
-    return graphs
-
-
-def unwatch(vllm_config: Any) -> None:
-    """Drop the graphs of the engine with this configuration. Idempotent."""
-    _engines[:] = [entry for entry in _engines if entry[0] is not vllm_config]
-
-
-def _execute(original: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    for vllm_config, graphs in _engines:
-        if vllm_config is runner.vllm_config:
-            metadata = scheduler_output.kv_connector_metadata
-            graphs.begin_step(runner, None if metadata is None else metadata.plan)
-    return original(runner, scheduler_output, *args, **kwargs)
-
-
-def _runner_class(vllm_config: Any) -> type:
-    if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu import model_runner
-
-        return model_runner.GPUModelRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    return GPUModelRunner
 
 
 def _is_v2(runner: Any) -> bool:

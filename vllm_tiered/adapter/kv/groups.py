@@ -60,6 +60,11 @@ class KvGroups:
         return self.layer_names + self.draft_names
 
     @property
+    def has_states(self) -> bool:
+        """Whether a resident group keeps recurrent states."""
+        return any(group.has_states for group in self.resident)
+
+    @property
     def layer_indices(self) -> tuple[int, ...]:
         """The offloadable layers' places in the model."""
         return tuple(_layer_index(name) for name in self.layer_names)

@@ -84,11 +84,6 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
         return "the model keeps no KV cache"
     if (obstacle := find_spec_obstacle(specs)) is not None:
         return obstacle
-    if any(map(is_recurrent, specs)) and vllm_config.use_v2_model_runner:
-        return (
-            "model runner V2 copies recurrent states before the step's plan is known to the worker "
-            "(VLLM_USE_V2_MODEL_RUNNER=0)"
-        )
     if (obstacle := _find_draft_obstacle(vllm_config, specs)) is not None:
         return obstacle
     if others := sorted(backends.keys() - set(ATTENTION_BACKENDS)):

@@ -97,6 +97,11 @@ class KvPlan:
         return self.levels.max_num_far if self.levels else self.order.num_far
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep recurrent states in the near pages."""
+        return self.groups is not None and self.groups.has_states
+
+    @property
     def region_bytes(self) -> int:
         """Bytes of one layer's far region."""
         return (self.num_slots or self.num_blocks) * self.geometry.page_bytes

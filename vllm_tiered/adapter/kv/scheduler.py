@@ -141,7 +141,7 @@ class TieredScheduler:
         self._admission.start()
         if self._groups.resident:
             resident = self.elastic.resident
-            if any(group.has_states for group in self._groups.resident):
+            if self._groups.has_states:
                 num_columns = self._plan.near_pages // self._plan.geometry.num_layers
                 resident.columns = StateColumns(num_columns)
             self._group_hooks = ResidentGroupHooks(
