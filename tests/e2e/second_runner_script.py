@@ -6,8 +6,13 @@ needs it only for its own small kernels (block tables, slots, sampling), which T
 can run as well. So vLLM is shown a Triton CPU backend that claims to be active.
 
 The script reads model, prompts, max_tokens and the engines' arguments by name from stdin; an engine
-may override model and max_tokens. For each engine it writes a line to stdout: tokens, manifest and
-metrics, and the steps of the one that replays full graphs (`whole_steps.py`).
+may override all three. With `greedy`, kernels that take long in the interpreter are left out. For each engine it writes a line to stdout: tokens, manifest and metrics, and
+the steps of the one that replays full graphs (`whole_steps.py`). More arguments of an engine:
+
+* `rounds`: how often it gets the prompts; with more than one, the tokens are those of all rounds.
+* `far_layers`: the number of far layers.
+* `walk`: a seed of a random walk over all levels, with poison in pages that are given back.
+* `warm_up`: it warms its kernels up first, as on a GPU.
 """
 
 import itertools
@@ -28,23 +33,35 @@ def main() -> None:
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
     import pytest
 
-    from tests.e2e import harness
+    from tests.e2e import faults, harness
     from tests.e2e.deferred_ffn import defer_compute
     from tests.e2e.whole_steps import WholeSteps
-    from vllm_tiered.adapter.kv import worker
+    from vllm_tiered.adapter.kv import plan, worker
 
     asked = json.load(sys.stdin)
 
     def drive(llm: Any) -> list[list[int]]:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
+        if warms_up:
+            more["warm_up"] = warm_up(patched, llm)
         compute_nothing(llm)
-        return harness.generate(llm, asked["prompts"], max_tokens)
+        tokens = [harness.generate(llm, prompts, max_tokens) for _ in range(rounds)]
+        if arguments.get("enable_prefix_caching"):
+            more["hits"] = harness.metric("prefix_cache_hits")
+        if more["walks"]:
+            more["level_changes"] = harness.metric("tiered_kv_level_changes")
+        return [of_request for of_round in tokens for of_request in of_round]
 
     on_host = worker.make_translator
     for name, arguments in asked["engines"].items():
         tiered = arguments.pop("tiered")
         model = arguments.pop("model", asked["model"])
+        prompts = arguments.pop("prompts", asked["prompts"])
         max_tokens = arguments.pop("max_tokens", asked["max_tokens"])
+        rounds = arguments.pop("rounds", 1)
+        far_layers, seed = arguments.pop("far_layers", None), arguments.pop("walk", None)
+        warms_up = arguments.pop("warm_up", False)
+        more: dict[str, Any] = {"walks": seed is not None}
         translator: Any = as_on_a_gpu if name == "swapping" else on_host
         worker.make_translator = translator
         with pytest.MonkeyPatch.context() as patched:
@@ -52,10 +69,18 @@ def main() -> None:
             whole = WholeSteps(patched) if name == "whole steps" else None
             if whole:
                 rise_after(patched, num_steps=6)
+            if far_layers is not None:
+                patched.setattr(plan, "resolve_num_far", lambda kv, num_layers, n=far_layers: n)
+            if seed is not None:
+                faults.walk(patched, seed, steps_per_level=2)
+                faults.poison_freed_pages(patched)
+            if asked.get("greedy"):
+                be_greedy(patched)
+                cache_states(patched)
             found = harness.run(model, [], tiered, drive=drive, **arguments)
         assert deferred is None or deferred.num_deferred > 50
         steps = whole.steps if whole else []
-        print(json.dumps({"name": name, "steps": steps, **asdict(found)}), flush=True)
+        print(json.dumps({"name": name, "steps": steps, **more, **asdict(found)}), flush=True)
 
 
 def rise_after(patched: Any, *, num_steps: int) -> None:
@@ -70,6 +95,70 @@ def rise_after(patched: Any, *, num_steps: int) -> None:
         return Decision(level_idx=level, reason="as far as can be"), state
 
     patched.setattr(adaptive.controller, "step", step)
+
+
+def cache_states(patched: Any) -> None:
+    """Let vLLM cache recurrent states without what its CPU kernels cannot do.
+
+    They do not return a state from inside a prefill, so vLLM ends a step there instead.
+    """
+    import dataclasses
+
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    own = MambaMixer2.get_kv_cache_spec
+
+    def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
+        spec = own(layer, vllm_config)
+        return dataclasses.replace(
+            spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None
+        )
+
+    patched.setattr(MambaMixer2, "get_kv_cache_spec", get_kv_cache_spec)
+
+
+def be_greedy(patched: Any) -> None:
+    """Take the largest logits without a kernel, and copy each state in one program.
+
+    The interpreter spends most of a step in these two kernels otherwise.
+    """
+    from vllm.v1.worker import mamba_utils
+    from vllm.v1.worker.gpu.sample import sampler
+
+    patched.setattr(sampler, "gumbel_sample", lambda logits, *_, **__: logits.argmax(dim=-1))
+    patched.setattr(mamba_utils, "_TEMPORAL_TILES", 1)
+
+
+def warm_up(patched: Any, llm: Any) -> list[bool]:
+    """Warm the kernels up, and return whether pages held anything before and after clearing.
+
+    The interpreter lacks what some kernels of the sampler use, so requests are greedy.
+    """
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.worker import gpu_worker
+
+    from vllm_tiered.adapter.kv.connector import TieredConnector
+
+    held: list[bool] = []
+    clear = TieredConnector.clear_near_pages
+
+    def clear_near_pages(connector: Any) -> None:
+        pages = connector._worker.swapper._near_pages._near.data
+        held.append(bool(pages.any()))
+        clear(connector)
+        held.append(bool(pages.any()))
+
+    patched.setattr(TieredConnector, "clear_near_pages", clear_near_pages)
+    patched.setattr(torch.accelerator, "synchronize", lambda: None)
+    patched.setattr(
+        SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0.0, max_tokens=9)
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    gpu_worker.warmup_kernels(
+        worker.model_runner, worker.execute_model, lambda grammar: worker.sample_tokens(None)
+    )
+    return held
 
 
 def compute_nothing(llm: Any) -> None:
