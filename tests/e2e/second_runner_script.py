@@ -6,8 +6,9 @@ needs it only for its own small kernels (block tables, slots, sampling), which T
 can run as well. So vLLM is shown a Triton CPU backend that claims to be active.
 
 The script reads model, prompts, max_tokens and the engines' arguments by name from stdin; an engine
-may override all three. With `greedy`, kernels that take long in the interpreter are left out. For each engine it writes a line to stdout: tokens, manifest and metrics, and
-the steps of the one that replays full graphs (`whole_steps.py`). More arguments of an engine:
+may override all three. With `greedy`, kernels that take long in the interpreter are left out. For
+each engine it writes a line to stdout: tokens, manifest and metrics, and the steps of the one that
+replays full graphs (`whole_steps.py`). More arguments of an engine:
 
 * `rounds`: how often it gets the prompts; with more than one, the tokens are those of all rounds.
 * `far_layers`: the number of far layers.

@@ -48,7 +48,7 @@ def found() -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.e2e.second_runner_script"]
     done = subprocess.run(
         command,
-        input=json.dumps(asked | {"engines": ENGINES}),
+        input=json.dumps(asked | {"engines": ENGINES, "greedy": True}),
         capture_output=True,
         text=True,
         check=False,
