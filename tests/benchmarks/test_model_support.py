@@ -68,15 +68,14 @@ def test_a_server_that_the_plugin_refuses_is_counted():
 
 
 def test_real_classes_are_asked():
-    """A hybrid is taken by model runner V1 alone; layers that share a KV cache by none."""
+    """A hybrid is taken by both model runners; layers that share a KV cache by none."""
     said: list[str] = []
     settings = models.Settings(families=("llama", "qwen3_next", "gemma4_e"))
     result = models.run(settings, said.append)
     assert len(said) == models.num_steps(settings) == 3
     families = result["families"]
     assert families["llama"]["kv"] is families["llama"]["kv_v2"] is None
-    assert families["qwen3_next"]["kv"] is None
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in families["qwen3_next"]["kv_v2"]
+    assert families["qwen3_next"]["kv"] is families["qwen3_next"]["kv_v2"] is None
     assert "share another layer" in families["gemma4_e"]["kv"]
 
 

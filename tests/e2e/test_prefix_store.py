@@ -16,7 +16,7 @@ from vllm_tiered.kv.prefix_store import PrefixStore
 MIB = 1 << 20
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
 TIGHT: dict[str, Any] = OPTIONS | {"kv_cache_memory_bytes": 40 * MIB, "max_model_len": 384}
-STORE: dict[str, Any] = {"far_gib": 0.5}
+STORE: dict[str, Any] = {"far_gib": 0.5, "prefix_store": True}
 
 
 def conversations(count: int, *, seed: int = 0) -> Tokens:
@@ -63,12 +63,12 @@ def test_later_turns_read_what_was_evicted(expansion) -> None:
     assert found["recomputed"] == 0
 
 
-def test_by_default_the_memory_of_far_layers_is_used() -> None:
-    assert run_turns({})["hits"] > 500
+def test_with_automatic_far_memory_that_of_far_layers_is_used() -> None:
+    assert run_turns({"prefix_store": True})["hits"] > 500
 
 
-def test_without_the_store_all_is_computed_again() -> None:
-    assert run_turns({"prefix_store": False, **STORE})["hits"] == 0
+def test_by_default_all_is_computed_again() -> None:
+    assert run_turns({})["hits"] == 0
 
 
 def test_a_walk_over_all_levels_with_late_copies(monkeypatch) -> None:

@@ -20,7 +20,7 @@ def test_keys_and_defaults():
             "tier": "far",
             "path": None,
             "verify": "off",
-            "prefix_store": True,
+            "prefix_store": False,
         },
         "weights": {
             "placement": "off",

@@ -62,11 +62,11 @@ class KvConfig(Section):
         "16th read of a page, or always. Pages that come back from a file are always compared.",
     )
     prefix_store: bool = option(
-        True,
+        False,
         Bool(),
         "Whether full blocks that leave vLLM's prefix cache stay in far memory, for later prompts "
         "and for requests that resume. It uses the far memory that no far layer needs; of a "
-        "`far_gib` that is a number, all of it.",
+        "`far_gib` that is a number, all of it. Not measured yet, so off by default.",
     )
 
     @property

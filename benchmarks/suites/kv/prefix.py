@@ -26,7 +26,7 @@ from benchmarks.inputs.workload import Request, warmup_requests
 from benchmarks.suites.kv.summary import BASELINE, CEILING
 
 PLUGIN = "plugin"
-NO_STORE = "plugin, prefix_store=false"
+NO_STORE = "plugin without its prefix store"
 
 RESULT_KEYS = (
     "ttft_ratio_vs_vllm",
@@ -206,8 +206,8 @@ def _measure(
     far = {"far_gib": settings.far_gib}
     specs = [
         _spec(load, requests, settings, BASELINE),
-        _spec(load, requests, settings, PLUGIN, tiered={"kv": far}),
-        _spec(load, requests, settings, NO_STORE, tiered={"kv": {**far, "prefix_store": False}}),
+        _spec(load, requests, settings, PLUGIN, tiered={"kv": {**far, "prefix_store": True}}),
+        _spec(load, requests, settings, NO_STORE, tiered={"kv": far}),
         _spec(load, requests, settings, CEILING, near_mib=settings.enough_mib),
     ]
     with engines(specs, warmup_requests(requests), step) as group:
@@ -228,7 +228,7 @@ def _control(
         if at % load.groups < count
     ]
     one = replace(settings, dtype="float32", max_num_seqs=1)
-    tiered = {"kv": {"far_gib": settings.far_gib}}
+    tiered = {"kv": {"far_gib": settings.far_gib, "prefix_store": True}}
     specs = [
         _spec(load, few, one, f"{BASELINE}, float32"),
         _spec(load, few, one, "plugin, float32", tiered=tiered),
