@@ -3,7 +3,7 @@
 
 vLLM's CPU worker uses this runner with a Triton that compiles for CPUs, and V1 without one. V2
 needs it only for its own small kernels (block tables, slots, sampling), which Triton's interpreter
-can run as well. So vLLM is shown a Triton CPU backend that claims to be active.
+can run as well. So vLLM is shown a Triton CPU backend that claims to be active (`CpuDriver`).
 
 The script reads model, prompts, max_tokens and the engines' arguments by name from stdin; an engine
 may override all three. With `greedy`, kernels that take long in the interpreter are left out. For
@@ -30,8 +30,22 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WAR
 from triton.backends import backends
 
 
+class CpuDriver:
+    """What vLLM's modules ask a driver of Triton for when they are imported."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return SimpleNamespace(backend="cpu", arch="", warp_size=1)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
 def main() -> None:
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    backends["cpu"] = SimpleNamespace(driver=CpuDriver)
     import pytest
 
     from tests.e2e import faults, harness

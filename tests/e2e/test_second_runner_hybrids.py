@@ -24,6 +24,8 @@ GROWING = prompts(150, 155, 149, 148, 152, 154)
 SHARING = [[*GROWING[0], *GROWING[1][:60], *own] for own in prompts(30, 105, 20, seed=7)]
 TIGHT = {"kv_cache_memory_bytes": 7 << 19, "max_model_len": 336, "max_num_seqs": 8}
 AMPLE = {"tiered": {"expansion": 2.0}, "max_model_len": 336, "max_num_seqs": 8}
+GATED = AMPLE | {"model": "qwen3_next", "dtype": "bfloat16", "prompts": SHARING[:2]}
+GATED |= {"enable_prefix_caching": True, "rounds": 2, "max_tokens": 4}
 CACHED = TIGHT | {"kv_cache_memory_bytes": 5 << 20, "enable_prefix_caching": True, "rounds": 2}
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -37,18 +39,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    asked = {
-        "model": "granite_hybrid",
-        "prompts": GROWING,
-        "max_tokens": MAX_TOKENS,
-        "greedy": True,
-    }
+def run_engines(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return each engine's answer, from a process of their own."""
+    asked = {"model": "granite_hybrid", "prompts": GROWING, "max_tokens": MAX_TOKENS}
     command = [sys.executable, "-m", "tests.e2e.second_runner_script"]
     done = subprocess.run(
         command,
-        input=json.dumps(asked | {"engines": ENGINES, "greedy": True}),
+        input=json.dumps(asked | {"engines": engines, "greedy": True}),
         capture_output=True,
         text=True,
         check=False,
@@ -56,6 +53,11 @@ def found() -> dict[str, Any]:
     assert not done.returncode, done.stderr[-4000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     return {answer["name"]: answer for answer in answers}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_engines(ENGINES)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "convolutions" not in name])
@@ -89,3 +91,12 @@ def test_prefix_hits_are_vllms_own(found):
 def test_what_the_warm_up_leaves_is_cleared(found):
     """It writes states into blocks, and what attention reads must never hold one."""
     assert found["all levels"]["warm_up"] == [True, False]
+
+
+@pytest.mark.slow
+def test_gated_delta_nets_have_the_tokens_of_v2_without_the_plugin():
+    """vLLM's CPU kernels for them take bfloat16 alone, so both engines run the same batches."""
+    found = run_engines({"tiered": GATED, "vLLM": GATED | {"tiered": None}})
+    assert found["tiered"]["tokens"] == found["vLLM"]["tokens"]
+    assert found["tiered"]["hits"] == found["vLLM"]["hits"] > 0
+    assert found["tiered"]["metrics"]["tiered_kv_read_bytes"] > 0
