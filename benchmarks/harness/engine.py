@@ -28,7 +28,11 @@ _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 _RELEASED_GAUGE = "vllm:tiered_kv_blocks_released"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
 _PARTIAL_BLOCKS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
-_EXTRA_METRICS = ("vllm:num_preemptions",)
+_EXTRA_METRICS = (
+    "vllm:num_preemptions",
+    "vllm:prefix_cache_hits",
+    "vllm:external_prefix_cache_hits",
+)
 
 
 def start_engine(spec: EngineSpec) -> Any:

@@ -66,7 +66,7 @@ class KvConfig(Section):
         Bool(),
         "Whether full blocks that leave vLLM's prefix cache stay in far memory, for later prompts "
         "and for requests that resume. It uses the far memory that no far layer needs; of a "
-        "`far_gib` that is a number, all of it. Not measured yet, so off by default.",
+        "`far_gib` that is a number, all of it.",
     )
 
     @property

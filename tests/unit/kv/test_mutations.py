@@ -454,6 +454,16 @@ def compute_overwrites_what_is_kept(original):
     return begin
 
 
+def read_back_before_what_is_kept_is_written(original):
+    def read(self, *args):
+        last_write, self.last_write = self.last_write, ()
+        events = original(self, *args)
+        self.last_write = last_write
+        return events
+
+    return read
+
+
 def fetched_blocks_hold_what_they_held(original):
     def begin(self, plan):
         event = original(self, plan)
@@ -514,6 +524,7 @@ MUTATIONS = (
     Mutation(PrefixPages, "fetch", fetch_without_reading, WrongKv),
     Mutation(PrefixPages, "begin", compute_overwrites_what_is_kept, AssertionError),
     Mutation(PrefixPages, "begin", fetched_blocks_hold_what_they_held, WrongKv),
+    Mutation(FarTier, "read", read_back_before_what_is_kept_is_written, WrongKv),
     Mutation(FarTier, "assign_slots", blocks_stay_in_their_slots, WrongKv),
     Mutation(NearPages, "reserve_blocks", reserved_pages_are_free_at_once, AssertionError),
     Mutation(PrefixStore, "match", drop_matched_content, IntegrityError),
