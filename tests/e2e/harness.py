@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import REGISTRY
 
@@ -26,6 +27,10 @@ Tokens = list[list[int]]
 
 _engines = itertools.count()
 
+AVX512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="vLLM's build for this processor has no kernels for this",
+)
 
 PATHS: dict[str, str] = {}
 """Folders of models that a test made itself, by name."""

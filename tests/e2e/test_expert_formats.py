@@ -2,7 +2,8 @@
 """Experts in each format become bundles and slots, also those whose kernels want AMX.
 
 vLLM's kernels for them cannot run on every processor. So vLLM is told that there is AMX, loads the
-model and makes the kernels' tensors, and the engine is stopped before its first step.
+model and makes the kernels' tensors, and the engine is stopped before its first step. What makes
+those tensors is in vLLM's build for AVX-512 alone.
 """
 
 import json
@@ -15,7 +16,7 @@ import torch
 from benchmarks.inputs.int4_checkpoint import settings
 from benchmarks.inputs.shapes import random_model_dir
 from tests.e2e import harness
-from tests.e2e.harness import engine
+from tests.e2e.harness import AVX512, engine
 from vllm_tiered.adapter.experts import engine as experts_engine
 from vllm_tiered.adapter.experts.engine import ExpertsEngine
 from vllm_tiered.adapter.experts.tensors import processed_tensors
@@ -112,6 +113,7 @@ def load(form, monkeypatch):
         close(experts)
 
 
+@AVX512
 @pytest.mark.parametrize("tier", ["far", "stored"])
 def test_what_the_kernel_reads_is_in_the_slots(load, form, tmp_path: Path, tier: str) -> None:
     where = {"storage_path": str(tmp_path), "far_gib": 0} if tier == "stored" else {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.harness import PATHS, engine, metric, model_path, random_prompts
+from tests.e2e.harness import AVX512, PATHS, engine, metric, model_path, random_prompts
 
 MIB = 1 << 20
 PROMPTS = random_prompts(10, longest=150)
@@ -93,6 +93,7 @@ def test_structured_output() -> None:
     assert all(text.lstrip().startswith("{") for text in expected)
 
 
+@AVX512
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_kv_in_8_bit(dtype) -> None:
     result, expected = both("qwen2", completions, near=MIB, kv_cache_dtype=dtype)
