@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
+from benchmarks.simulator.case import Case
 from benchmarks.simulator.models import MODELS, page_bytes
-from benchmarks.simulator.simulation import Case, simulate
+from benchmarks.simulator.simulation import simulate
 from benchmarks.simulator.trace import Arrival, Trace
 from vllm_tiered.kv.layout import LayerStack
 from vllm_tiered.planner.machine import load_profile

@@ -14,8 +14,9 @@ import random
 from collections.abc import Mapping
 
 from benchmarks.simulator.calibration import calibration_case
+from benchmarks.simulator.case import Case
 from benchmarks.simulator.models import MODELS, page_bytes
-from benchmarks.simulator.simulation import Case, Run, simulate
+from benchmarks.simulator.simulation import Run, simulate
 from benchmarks.simulator.trace import LENGTHS, Trace
 from vllm_tiered.kv.layout import expansion_of
 from vllm_tiered.planner.machine import load_profile
@@ -76,7 +77,7 @@ def _half_of(case: Case) -> dict[str, float]:
     half = _with_share(case, ceiling, 2)
     fixed = {level: simulate(half, level) for level in range(len(half.levels.ladder))}
     best = max(fixed, key=lambda level: fixed[level].tokens_per_s)
-    on_demand = simulate(dataclasses.replace(half, prefetches=False), best)
+    on_demand = simulate(dataclasses.replace(half, policy="on_demand"), best)
     return {
         "fraction_of_ceiling": fixed[best].tokens_per_s / ceiling.tokens_per_s,
         "gain_over_no_far_layer": fixed[best].tokens_per_s / fixed[0].tokens_per_s,

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.simulator.simulation import Case, Run, simulate
+from benchmarks.simulator.case import Case
+from benchmarks.simulator.simulation import Run, simulate
 from vllm_tiered.kv.layout import KvLevels, expansion_of
 
 TRANSPARENT = 0.01

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.simulator.case import Case
 from benchmarks.simulator.models import MODELS
-from benchmarks.simulator.simulation import Case
 from benchmarks.simulator.trace import LENGTHS, Contention, Trace, poisson
 from vllm_tiered.planner.machine import load_profile
 

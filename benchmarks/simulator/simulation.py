@@ -3,69 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from dataclasses import dataclass, field
 
-from benchmarks.simulator.models import page_bytes
+from benchmarks.simulator.case import Case
+from benchmarks.simulator.policies.base import StepBlocks
+from benchmarks.simulator.policies.table import POLICIES
 from benchmarks.simulator.scheduler import SimulatedScheduler
 from benchmarks.simulator.timing import StepTimer
-from benchmarks.simulator.trace import Trace
 from vllm_tiered.kv import controller
-from vllm_tiered.kv.layout import STAGING_BUFFERS, KvLevels, LayerStack, Level, expansion_of
+from vllm_tiered.kv.layout import KvLevels, expansion_of
 from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
-from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.model_shape import ModelShape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Input of a simulation, without the level.
-
-    Attributes:
-        near_bytes: near KV budget.
-        partial_blocks_resident: partial blocks stay near at every level, as with fixed expansions.
-        uses_storage: far pages are on a disk. Then partial blocks stay near, and the controller
-            compares with the baseline.
-        prefetches: far layers are read ahead; if False, when they are needed (`on_demand`).
-        noise: standard deviation of the logarithm of a step's time.
-        interval_s: length of an interval of the timeline.
-    """
-
-    machine: Machine
-    model: ModelShape
-    trace: Trace
-    near_bytes: float
-    block_tokens: int = 16
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 2048
-    max_expansion: float = 4.0
-    partial_blocks_resident: bool = False
-    uses_storage: bool = False
-    prefetches: bool = True
-    noise: float = 0.05
-    seed: int = 0
-    interval_s: float = 1.0
-
-    @property
-    def levels(self) -> KvLevels:
-        """The levels of this budget."""
-        n = self.model.num_layers
-        bytes_per_page = page_bytes(self.model, self.block_tokens)
-        near_pages = int(self.near_bytes // bytes_per_page)
-        most = LayerStack(n).max_num_far_within(self.max_expansion)
-        levels = KvLevels(
-            num_layers=n,
-            page_bytes=bytes_per_page,
-            block_tokens=self.block_tokens,
-            near_pages=near_pages,
-            max_num_far=most,
-            max_blocks=near_pages,
-            offloads_partial_blocks=not (self.partial_blocks_resident or self.uses_storage),
-        )
-        blocks = max(levels.block_limit(Level(m), 0) for m in range(most + 1))
-        return dataclasses.replace(levels, max_blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +52,8 @@ class Run:
     num_preempted: int = 0
     num_finished: int = 0
     peak_blocks: int = 0  # the most used blocks in a step
+    read_bytes: float = 0.0  # from far to near
+    written_bytes: float = 0.0
     seconds_per_token: float = math.nan  # mean over finished requests, queueing included
     steps_at: dict[int, int] = field(default_factory=dict)  # by level
     changes: list[Change] = field(default_factory=list)
@@ -150,7 +101,10 @@ class _Simulation:
             level=self._levels.ladder[fixed or 0],
         )
         self._timer = StepTimer(
-            case.machine, case.model, self._levels.page_bytes, prefetches=case.prefetches
+            case.machine,
+            case.model,
+            self._levels.page_bytes * case.far_page_share,
+            POLICIES[case.policy].make(self._levels),
         )
         self._rng = random.Random(f"noise-{case.seed}")
         self._run = Run()
@@ -192,17 +146,17 @@ class _Simulation:
         level, num_far = expansion.level, expansion.level.num_far
         level_idx = self._levels.ladder.index(level)
         was_settled = expansion.is_settled
-        # Offloaded partial blocks are read and written, but only reads use the modelled link.
-        num_partial = min(work.num_requests, work.used_blocks)
-        read_blocks = work.used_blocks - num_partial * level.partial_blocks_resident
+        blocks = StepBlocks(
+            used=work.used_blocks,
+            released=scheduler.elastic.released_blocks,
+            partial=min(work.num_requests, work.used_blocks),
+        )
         time = self._timer.step(
-            num_far=num_far,
+            level=level,
+            blocks=blocks,
             scheduled_tokens=work.scheduled_tokens,
             context_tokens=work.context_tokens,
             num_requests=work.num_requests,
-            read_blocks=read_blocks,
-            written_blocks=0 if level.partial_blocks_resident else num_partial,
-            num_staging_buffers=STAGING_BUFFERS,
             link_share=case.trace.link_share(now),
             link_busy_s=self._link_busy_s,
         )
@@ -210,13 +164,16 @@ class _Simulation:
         seconds = time.seconds * noise
         now += seconds
         scheduler.end_step(now)
-        self._link_busy_s = max(0.0, self._relocate(num_far, read_blocks) - seconds)
+        staged_blocks = blocks.used - blocks.partial * level.partial_blocks_resident
+        self._link_busy_s = max(0.0, self._relocate(num_far, staged_blocks) - seconds)
         run.steps += 1
         run.steps_at[level_idx] = run.steps_at.get(level_idx, 0) + 1
         run.busy_seconds += seconds
         run.stall_seconds += time.stall_seconds * noise
         run.output_tokens += work.output_tokens
         run.peak_blocks = max(run.peak_blocks, work.used_blocks)
+        run.read_bytes += time.read_bytes
+        run.written_bytes += time.written_bytes
         meter = self._meter
         meter.busy_s += seconds
         meter.stall_s += time.stall_seconds * noise

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.simulator.calibration import calibration, calibration_case
+from benchmarks.simulator.case import Case
 from benchmarks.simulator.compare import (
     compare,
     fixed_levels,
@@ -21,9 +22,11 @@ from benchmarks.simulator.compare import (
 )
 from benchmarks.simulator.models import MODELS, page_bytes
 from benchmarks.simulator.plot import plot_timeline
+from benchmarks.simulator.policies.base import StepBlocks
+from benchmarks.simulator.policies.interleave import Interleave
 from benchmarks.simulator.scenarios import SCENARIOS
 from benchmarks.simulator.scheduler import SimulatedScheduler
-from benchmarks.simulator.simulation import Case, Change, Run, simulate
+from benchmarks.simulator.simulation import Change, Run, simulate
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import (
     LENGTHS,
@@ -165,14 +168,14 @@ LAYER_S = 1e-3  # 120 MB of weights at 10 GB/s are 12 ms
 
 
 def timed(machine_=FAST, *, num_far, read_bytes, num_staging_buffers=2, **kwargs):
-    timer = StepTimer(machine_, MODEL, page_bytes=1000)
+    levels = dataclasses.replace(LEVELS, max_num_far=11, staging_buffers=num_staging_buffers)
+    timer = StepTimer(machine_, MODEL, page_bytes=1000, policy=Interleave(levels))
     return timer.step(
-        num_far=num_far,
+        level=Level(num_far),
+        blocks=StepBlocks(used=read_bytes // 1000, released=10**9),
         scheduled_tokens=1,
         context_tokens=0,
         num_requests=1,
-        read_blocks=read_bytes // 1000,
-        num_staging_buffers=num_staging_buffers,
         **kwargs,
     )
 
