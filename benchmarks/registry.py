@@ -172,6 +172,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             summary="expansion=auto on other machines and loads: a simulation",
             module="benchmarks.suites.kv.simulate",
         ),
+        Benchmark(
+            name="kv_policies",
+            summary="policies of reading far KV, Pie's own among them: a simulation",
+            module="benchmarks.suites.kv.policies",
+        ),
         *(
             Benchmark(name=f"gpu_{name}", summary=summary, module=f"benchmarks.suites.gpu.{name}")
             for name, summary in PARTS.items()

@@ -36,15 +36,15 @@ DEFINITIONS = {
 
 def half_demand() -> dict[str, dict[str, float]]:
     """Return the figures of half the demand by machine, JSON-safe."""
-    return {name: _half_of(case) for name, case in _cases().items()}
+    return {name: _half_of(case) for name, case in demand_cases().items()}
 
 
 def eighth_demand() -> dict[str, dict[str, float]]:
     """Return the figures of an eighth of the demand by machine, JSON-safe."""
-    return {name: _eighth_of(case) for name, case in _cases().items()}
+    return {name: _eighth_of(case) for name, case in demand_cases().items()}
 
 
-def _cases() -> Mapping[str, Case]:
+def demand_cases() -> Mapping[str, Case]:
     """Return the cases by name, with all requests at once; the near memory is set later."""
     cpu = calibration_case(near_blocks=1)
     free_copies = dataclasses.replace(
@@ -73,8 +73,8 @@ def _saturated(machine_name: str, model: str) -> Case:
 
 
 def _half_of(case: Case) -> dict[str, float]:
-    ceiling = _ceiling(case)
-    half = _with_share(case, ceiling, 2)
+    ceiling = with_all_near(case)
+    half = with_share(case, ceiling, 2)
     fixed = {level: simulate(half, level) for level in range(len(half.levels.ladder))}
     best = max(fixed, key=lambda level: fixed[level].tokens_per_s)
     on_demand = simulate(dataclasses.replace(half, policy="on_demand"), best)
@@ -91,7 +91,7 @@ def _half_of(case: Case) -> dict[str, float]:
 
 def _eighth_of(case: Case) -> dict[str, float]:
     eighth = dataclasses.replace(
-        _with_share(case, _ceiling(case), 8), partial_blocks_resident=False
+        with_share(case, with_all_near(case), 8), partial_blocks_resident=False
     )
     alone, auto = simulate(eighth, 0), simulate(eighth)
     return {
@@ -101,7 +101,7 @@ def _eighth_of(case: Case) -> dict[str, float]:
     }
 
 
-def _ceiling(case: Case) -> Run:
+def with_all_near(case: Case) -> Run:
     """Run the load with enough near memory for all of it."""
     most_blocks = sum(
         1 + -(-(arrival.prompt_tokens + arrival.output_tokens) // case.block_tokens)
@@ -110,7 +110,8 @@ def _ceiling(case: Case) -> Run:
     return simulate(dataclasses.replace(case, near_bytes=most_blocks * _block_bytes(case)), 0)
 
 
-def _with_share(case: Case, ceiling: Run, divisor: int) -> Case:
+def with_share(case: Case, ceiling: Run, divisor: int) -> Case:
+    """Return the case with near memory for a share of the blocks that the ceiling used."""
     num_blocks = -(-ceiling.peak_blocks // divisor)
     return dataclasses.replace(case, near_bytes=num_blocks * _block_bytes(case))
 

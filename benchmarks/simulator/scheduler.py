@@ -54,7 +54,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """Work of one step, and the controller's signals about it."""
+    """Work of one step, and the controller's signals about it.
+
+    Attributes:
+        prefilled_blocks: blocks that prefill fills in this step.
+        filled_blocks: these, and those that decoding filled in the step before.
+        has_same_blocks: requests hold the blocks that they held in the step before.
+    """
 
     num_requests: int
     scheduled_tokens: int
@@ -63,6 +69,9 @@ class StepWork:
     is_blocked: bool
     num_preempted: int
     used_blocks: int
+    prefilled_blocks: int
+    filled_blocks: int
+    has_same_blocks: bool
 
 
 class CountedBlocks:
@@ -133,6 +142,8 @@ class SimulatedScheduler:
         self._num_decoding = 0
         self._context_tokens = 0  # sum over decoding requests
         self._step = 0
+        self._has_same_blocks = False
+        self._prefilled_blocks = self._decoded_blocks = 0  # filled since the step before
 
     @property
     def used_blocks(self) -> int:
@@ -171,6 +182,9 @@ class SimulatedScheduler:
         num_requests = len(self.running)
         used_blocks = self.used_blocks
         output_tokens = num_decoding + self._begin_decoding()
+        prefilled, decoded = self._prefilled_blocks, self._decoded_blocks
+        has_same_blocks, self._has_same_blocks = self._has_same_blocks, True
+        self._prefilled_blocks = self._decoded_blocks = 0
         return StepWork(
             num_requests=num_requests,
             scheduled_tokens=num_decoding + prefill_tokens,
@@ -179,6 +193,9 @@ class SimulatedScheduler:
             is_blocked=is_blocked,
             num_preempted=self.num_preempted - preempted_before,
             used_blocks=used_blocks,
+            prefilled_blocks=prefilled,
+            filled_blocks=prefilled + decoded,
+            has_same_blocks=has_same_blocks,
         )
 
     def end_step(self, now_s: float) -> None:
@@ -212,6 +229,7 @@ class SimulatedScheduler:
         due.sort(key=lambda entry: entry[0].order)
         for request, epoch in due:
             if request.epoch == epoch and self._take(request, 1):
+                self._decoded_blocks += 1
                 self._due_again(request, self._step + self.levels.block_tokens)
 
     def _due_again(self, request: Request, step: int) -> None:
@@ -227,6 +245,7 @@ class SimulatedScheduler:
             more = self._blocks_of(request.computed + chunk) - request.blocks
             if not self._take(request, more):
                 continue
+            self._prefilled_blocks += self._full_blocks(request, chunk)
             request.computed += chunk
             tokens += chunk
             context += request.computed
@@ -241,6 +260,7 @@ class SimulatedScheduler:
                 return False
         request.blocks += count
         self._pool.allocate(count)
+        self._has_same_blocks &= not count
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -263,6 +283,7 @@ class SimulatedScheduler:
         self._prefilling.pop(request.name, None)
         self._pool.free(request.blocks)
         request.blocks = 0
+        self._has_same_blocks = False
         self.elastic.end(request.name)
 
     def _context_of(self, request: Request) -> int:
@@ -287,8 +308,10 @@ class SimulatedScheduler:
                 return tokens, context, True
             self.waiting.popleft()
             request.order = next(self._orders)
+            self._prefilled_blocks += self._full_blocks(request, chunk)
             request.computed = chunk
             request.blocks = count
+            self._has_same_blocks = False
             self.running[request.name] = self._prefilling[request.name] = request
             tokens += chunk
             context += chunk
@@ -316,6 +339,11 @@ class SimulatedScheduler:
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.levels.block_tokens)
+
+    def _full_blocks(self, request: Request, chunk: int) -> int:
+        """Return the blocks that a chunk of a request's prompt fills."""
+        size = self.levels.block_tokens
+        return (request.computed + chunk) // size - request.computed // size
 
     def _allocate_first(self, count: int, whole: int, left_over: LeftOver) -> int | None:
         """Allocate a request's first blocks if its whole prefill would fit, as in vLLM."""

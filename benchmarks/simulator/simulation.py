@@ -54,6 +54,7 @@ class Run:
     peak_blocks: int = 0  # the most used blocks in a step
     read_bytes: float = 0.0  # from far to near
     written_bytes: float = 0.0
+    steps_with_same_blocks: int = 0  # as in the step before
     seconds_per_token: float = math.nan  # mean over finished requests, queueing included
     steps_at: dict[int, int] = field(default_factory=dict)  # by level
     changes: list[Change] = field(default_factory=list)
@@ -150,6 +151,9 @@ class _Simulation:
             used=work.used_blocks,
             released=scheduler.elastic.released_blocks,
             partial=min(work.num_requests, work.used_blocks),
+            prefilled=work.prefilled_blocks,
+            filled=work.filled_blocks,
+            is_same=work.has_same_blocks,
         )
         time = self._timer.step(
             level=level,
@@ -174,6 +178,7 @@ class _Simulation:
         run.peak_blocks = max(run.peak_blocks, work.used_blocks)
         run.read_bytes += time.read_bytes
         run.written_bytes += time.written_bytes
+        run.steps_with_same_blocks += work.has_same_blocks
         meter = self._meter
         meter.busy_s += seconds
         meter.stall_s += time.stall_seconds * noise

@@ -46,6 +46,11 @@ LENGTHS: Mapping[str, Lengths] = {
     # PagedAttention", figure 11.
     "sharegpt": Lengths(prompt_mean=161, output_mean=338, prompt_sigma=1.0, output_sigma=0.8),
     "alpaca": Lengths(prompt_mean=19, output_mean=58, prompt_sigma=0.5, output_sigma=0.8),
+    # Assumed: most time goes into prefill, and into decoding.
+    "long prompts": Lengths(
+        prompt_mean=1000, output_mean=48, prompt_sigma=0.4, output_sigma=0.5, max_tokens=1536
+    ),
+    "long outputs": Lengths(prompt_mean=48, output_mean=800, prompt_sigma=0.5, output_sigma=0.4),
 }
 
 

@@ -21,7 +21,8 @@ class Pie:
     Args:
         levels: the levels of the near budget.
         writes_once: a swap-out writes the partial blocks, and the blocks that were filled since the
-            layer's last one; if False, all used blocks, as in the paper.
+            layer's last one; if False, all used blocks, as in the paper. Such swap-outs are short,
+            so they begin only if no space is left.
         is_eager: a swap begins whenever the one before has ended, not only with a layer.
     """
 
@@ -54,6 +55,7 @@ class Pie:
                 self._num_layers - level.num_far,
                 swap_in_s=self._swap_in_s,
                 swap_out_s=self._swap_out_s,
+                fills_space=self._writes_once,
                 is_eager=self._is_eager,
             )
         if level != self._level:

@@ -100,6 +100,5 @@ POLICIES: Mapping[str, PolicyEntry] = {
     "interleave_blocks": PolicyEntry(
         summary="interleave at any m; pages of unused blocks keep used blocks near in far layers",
         make=partial(KeptBlocks, on_demand=True),
-        offloaded_partial=False,
     ),
 }
