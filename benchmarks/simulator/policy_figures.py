@@ -43,6 +43,7 @@ DEFINITIONS = {
 
 
 NUM_MACHINES = 6
+"""Number of cases, for the display of progress."""
 
 LOADS = ("long prompts", "long outputs", "narrow pages", "no overhead")
 
