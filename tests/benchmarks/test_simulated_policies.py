@@ -180,7 +180,8 @@ def test_reads_in_the_step_before_are_as_those_of_interleave_if_blocks_change(by
     plain, across = Interleave(LEVELS), InterleaveAcrossSteps(LEVELS)
     always = InterleaveAcrossSteps(LEVELS, always=True)
     speed = pace(bytes_per_s=bytes_per_s, overhead_s=0.0)
-    level, stalls = Level(6), {True: [], False: []}
+    level = Level(6)
+    stalls: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for is_same in [False] * 4 + [True] * 4:
         blocks = BLOCKS._replace(is_same=is_same)
         expected = plain.step(level, blocks, speed).stall_s
