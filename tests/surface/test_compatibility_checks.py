@@ -53,10 +53,6 @@ KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"decode_context_parallel_size": 2},
         ["--decode-context-parallel-size 2"],
     ),
-    "data_parallel": (
-        {"data_parallel_size": 2},
-        ["--data-parallel-size 2", "--tiered-config.kv.far_gib"],
-    ),
     "elastic_expert_parallel": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
     "microbatches": ({"enable_dbo": True}, ["--enable-dbo"]),
     "microbatches:2": ({"ubatch_size": 2}, ["--ubatch-size 2"]),

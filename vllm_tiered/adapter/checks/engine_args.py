@@ -203,10 +203,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="replicas exchange the numbers of experts, and each has slots of its own",
                 remedy="start one server per replica, each with a folder of its own",
             ),
-            Part.KV: Conflict(
-                reason="each replica would take the whole far memory budget of this host",
-                remedy="start one server per replica, each with its own --tiered-config.kv.far_gib",
-            ),
         },
     ),
     CompatibilityCheck(

@@ -18,6 +18,7 @@ from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
+from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
@@ -35,7 +36,7 @@ def logical_blocks(
     *,
     max_model_len: int,
     resident_blocks: int,
-    world_size: int,
+    far_budget: int,
     allocatable_bytes: int | None,
 ) -> int:
     """Return vLLM's num_blocks (null block included) for a near budget.
@@ -43,6 +44,7 @@ def logical_blocks(
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         resident_blocks: the most blocks of resident groups that one request holds.
+        far_budget: bytes of far memory that a rank may take.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
@@ -50,15 +52,14 @@ def logical_blocks(
             the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
     limit = kv_plan.logical_limit(geometry)
-    budget = kv_plan.far_budget_bytes(kv, world_size)
     needed = geometry.far_bytes(limit + 1)
-    if needed > budget and kv.tier == "far":
-        fits = max(0, budget // max(1, geometry.far_bytes(1)) - 1)
+    if needed > far_budget and kv.tier == "far":
+        fits = max(0, far_budget // max(1, geometry.far_bytes(1)) - 1)
         if kv.far_gib != "auto":
             raise BudgetError(
                 f"{geometry.num_far} offloaded layers of {limit} blocks need "
                 f"{format_bytes(needed)} ({needed / GIB:.3f} GiB) of far memory per rank, "
-                f"kv.far_gib gives {format_bytes(budget)} (room for {fits} blocks): raise "
+                f"kv.far_gib gives {format_bytes(far_budget)} (room for {fits} blocks): raise "
                 "kv.far_gib or lower kv.expansion"
             )
         logger.warning(
@@ -69,7 +70,7 @@ def logical_blocks(
         )
         limit = min(limit, fits)
     else:
-        _check_allocatable(kv, geometry, limit, min(needed, budget), allocatable_bytes)
+        _check_allocatable(kv, geometry, limit, min(needed, far_budget), allocatable_bytes)
     _check_longest(geometry, limit, max_model_len, resident_blocks)
     return limit + 1
 
@@ -80,7 +81,7 @@ def adaptive_levels(
     *,
     max_model_len: int,
     resident_blocks: int,
-    world_size: int,
+    far_budget: int,
     allocatable_bytes: int | None,
 ) -> KvLevels:
     """Return the levels that the far budget allows; only level 0 if swapping is impossible.
@@ -88,13 +89,14 @@ def adaptive_levels(
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         resident_blocks: the most blocks of resident groups that one request holds.
+        far_budget: bytes of far memory that a rank may take.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
         BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
     """
     allowed = levels
-    budget, bound = kv_plan.far_budget_bytes(kv, world_size), "kv.far_gib"
+    budget, bound = far_budget, "kv.far_gib"
     if kv.tier == "far":
         if allocatable_bytes is not None and allocatable_bytes < budget:
             budget, bound = allocatable_bytes, _limit_note()
@@ -198,7 +200,9 @@ def tiered_kv_cache_configs(
     sizes = {
         "max_model_len": 0 if fits_length else model_config.max_model_len,
         "resident_blocks": groups.resident_blocks(least_tokens),
-        "world_size": vllm_config.parallel_config.world_size,
+        "far_budget": kv_plan.far_budget_bytes(
+            kv, vllm_config.parallel_config.world_size, read_replicas(vllm_config).here
+        ),
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
@@ -222,7 +226,7 @@ def tiered_kv_cache_configs(
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     num_slots = None
     if _may_store_prefixes(vllm_config, kv, groups):
-        budget = kv_plan.far_budget_bytes(kv, sizes["world_size"])
+        budget = sizes["far_budget"]
         if sizes["allocatable_bytes"] is not None:
             budget = min(budget, sizes["allocatable_bytes"])
         num_slots = kv_plan.prefix_slots(kv, stack, spec.page_size_bytes, num_blocks, budget)
@@ -281,7 +285,8 @@ def _allocatable_bytes(vllm_config: Any, near_bytes: int) -> int | None:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return None
-    usable = read_host_memory().usable_bytes // (parallel.world_size // parallel.nnodes)
+    ranks_here = parallel.local_world_size * read_replicas(vllm_config).here
+    usable = read_host_memory().usable_bytes // ranks_here
     # On the CPU backend the near pages are host memory too, and not allocated yet.
     is_near_here = vllm_config.device_config.device_type == "cpu"
     return max(0, usable - near_bytes) if is_near_here else usable
