@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.config import ParallelConfig
+from vllm.distributed import parallel_state
 
 from tests.fakes.engine_client import worker_state
 from vllm_tiered.adapter.kv import plan
@@ -14,11 +15,12 @@ from vllm_tiered.adapter.replicas import (
     REPLICAS_KEY,
     Replicas,
     count_replicas,
+    is_first_here,
     path_of_replica,
     paths_here,
     read_replicas,
 )
-from vllm_tiered.adapter.telemetry import metrics
+from vllm_tiered.adapter.telemetry import energy, metrics
 from vllm_tiered.adapter.telemetry.endpoint import _content
 from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
 from vllm_tiered.config import KvConfig
@@ -29,11 +31,15 @@ def parallel(**fields: Any) -> ParallelConfig:
     return ParallelConfig(distributed_executor_backend="mp", **fields)
 
 
-def engine_config(replicas: Replicas | None, *, rank: int = 0, index: int = 0) -> Any:
+def engine_config(
+    replicas: Replicas | None, *, rank: int = 0, local: int = 1, index: int = 0
+) -> Any:
     additional = {} if replicas is None else {REPLICAS_KEY: replicas._asdict()}
     return SimpleNamespace(
         additional_config=additional,
-        parallel_config=SimpleNamespace(data_parallel_rank=rank, data_parallel_index=index),
+        parallel_config=SimpleNamespace(
+            data_parallel_rank=rank, data_parallel_size_local=local, data_parallel_index=index
+        ),
     )
 
 
@@ -68,6 +74,19 @@ def test_replicas_divide_the_hosts_memory_but_not_a_configured_size(monkeypatch)
     assert plan.far_budget_bytes(given, 2, 1) == plan.far_budget_bytes(given, 2, 4) == 4 * GIB
 
 
+def test_the_first_engine_of_a_host_counts_the_energy_that_ranks_share(monkeypatch):
+    monkeypatch.setattr(
+        parallel_state, "get_world_group", lambda: SimpleNamespace(local_rank=0, rank=0)
+    )
+    found = []
+    monkeypatch.setattr(energy, "EngineEnergy", lambda meter, *_, **__: found.append(meter))
+    monkeypatch.setattr(energy, "_meter", lambda *, is_first: is_first)
+    for rank_local in None, 0, 1:
+        engine = SimpleNamespace(data_parallel_rank_local=rank_local)
+        energy.open_energy(820.0, is_first_engine=is_first_here(engine))
+    assert found == [True, True, False]
+
+
 def test_an_engine_knows_the_replicas_although_vllm_has_forgotten_them():
     assert read_replicas(engine_config(None)) == Replicas()
     assert read_replicas(engine_config(Replicas(2, 4))) == Replicas(2, 4)
@@ -77,8 +96,10 @@ def test_each_replica_has_a_timeline_of_its_own():
     assert path_of_replica("a/t.jsonl", engine_config(None)) == "a/t.jsonl"
     assert path_of_replica("a/t.jsonl", engine_config(Replicas(2, 4), index=3)) == "a/t.dp3.jsonl"
     assert paths_here("t.jsonl", engine_config(None)) == ["t.jsonl"]
-    second_host = engine_config(Replicas(2, 4), rank=2)
+    second_host = engine_config(Replicas(2, 4), rank=2, local=2)
     assert paths_here("t.jsonl", second_host) == ["t.dp2.jsonl", "t.dp3.jsonl"]
+    # Another replica's own server may already write to its path.
+    assert paths_here("t.jsonl", engine_config(Replicas(4, 4), rank=2)) == ["t.dp2.jsonl"]
 
 
 class ReplicatedClient:

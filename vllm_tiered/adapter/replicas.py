@@ -60,12 +60,13 @@ def path_of_replica(path: str, vllm_config: Any) -> str:
 
 
 def paths_here(path: str, vllm_config: Any) -> list[str]:
-    """Return the paths that the replicas on this host have for a configured one."""
-    here, total = read_replicas(vllm_config)
-    if total == 1:
+    """Return the paths that the replicas which this server starts have for a configured one."""
+    if read_replicas(vllm_config).total == 1:
         return [path]
-    first = vllm_config.parallel_config.data_parallel_rank
-    return [_numbered(path, index) for index in range(first, min(total, first + here))]
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_rank
+    end = first + max(1, parallel.data_parallel_size_local)
+    return [_numbered(path, index) for index in range(first, end)]
 
 
 def _numbered(path: str, index: int) -> str:

@@ -161,11 +161,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
         conflicts={
-            Part.KV: Conflict(
-                reason="a stage holds only some of the layers, and the staging buffers are planned "
-                "over all of them",
-                remedy="use --tensor-parallel-size instead",
-            ),
             Part.WEIGHTS: Conflict(
                 reason="a stage holds only some of the layers, and sublayers are loaded in the "
                 "order of all",

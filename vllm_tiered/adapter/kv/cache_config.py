@@ -18,6 +18,7 @@ from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
+from vllm_tiered.adapter.kv.stages import count_stages, find_stage_obstacle
 from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
@@ -183,6 +184,7 @@ def tiered_kv_cache_configs(
         roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts.draft_layers)
+    obstacle = obstacle or find_stage_obstacle(vllm_config, roomy)
     if obstacle is not None:
         return leave_to_vllm(obstacle)
     groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers)
@@ -197,7 +199,7 @@ def tiered_kv_cache_configs(
     # With -1 vLLM fits it to the memory later.
     fits_length = model_config.original_max_model_len == -1
     least_tokens = spec.block_size if fits_length else model_config.max_model_len
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_model_len": 0 if fits_length else model_config.max_model_len,
         "resident_blocks": groups.resident_blocks(least_tokens),
         "far_budget": kv_plan.far_budget_bytes(
@@ -256,8 +258,11 @@ def tiered_kv_cache_configs(
 def _may_store_prefixes(vllm_config: Any, kv: KvConfig, groups: KvGroups) -> bool:
     """Return whether a block's content is all that a later request needs to go on behind it.
 
-    It is not where a window or a state belongs to it, or the KV of a draft model.
+    It is not where a window or a state belongs to it, or the KV of a draft model. The stages of a
+    pipeline do not store prefixes yet.
     """
+    if count_stages(vllm_config) > 1:
+        return False
     is_alone = not groups.resident and not groups.stack.num_draft
     has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
     return kv.prefix_store and kv.tier == "far" and is_alone and has_cache

@@ -32,6 +32,7 @@ from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
+from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
@@ -113,6 +114,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                num_batches=count_stages(vllm_config) + 1,
                 drafts=Drafts() if num_draft_tokens(vllm_config) else None,
                 timeline=open_timeline(vllm_config, plan, self._world_size, config.report),
             )

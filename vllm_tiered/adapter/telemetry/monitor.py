@@ -121,12 +121,13 @@ class EngineMonitor:
 
 async def _ask_replicas(client: Any, timeout_s: float) -> list[Any]:
     """Return the states of all replicas' workers; vLLM's own call returns the first replica's."""
-    core = getattr(client, "engine_core", None)
+    core: Any = getattr(client, "engine_core", None)
     if len(getattr(core, "core_engines", ())) <= 1:
         states: list[Any] = await client.collective_rpc(WORKER_METHOD, timeout=timeout_s)
         return states
-    call = "collective_rpc", WORKER_METHOD, timeout_s, (), {}
-    by_replica = await core.call_utility_all_async(*call)
+    by_replica = await core.call_utility_all_async(
+        "collective_rpc", WORKER_METHOD, timeout_s, (), {}
+    )
     return [state for states in by_replica for state in states]
 
 
