@@ -19,8 +19,8 @@ from vllm_tiered.adapter.telemetry import endpoint, scrape
 
 def worker_state(rank: int = 0, **changes: Any) -> dict[str, Any]:
     """Return the state of a rank whose weights are placed and whose KV is vLLM's."""
-    state: dict[str, Any] = {"rank": rank, "pid": 1, "host": "elsewhere", "gauges": {}}
-    state["monotonic_seconds"] = 1.0
+    state: dict[str, Any] = {"replica": 0, "rank": rank, "pid": 1, "host": "elsewhere"}
+    state |= {"monotonic_seconds": 1.0, "gauges": {}}
     state |= {part: {"state": "off", "reason": "text", "counters": {}} for part in scrape.PARTS}
     state["energy"] = {"counters": {}}
     state["weights"] = {"state": "on", "reason": None, "counters": {"weights_read_bytes": 100}}
@@ -101,6 +101,7 @@ class BusyEngineClient:
         }
         energy = {"energy_joules": 20 * now, "energy_assumed_joules": 20 * now}
         return {
+            "replica": 0,
             "rank": 0,
             "pid": os.getpid(),
             "host": socket.gethostname(),

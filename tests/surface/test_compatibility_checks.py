@@ -41,10 +41,6 @@ KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--kv-offloading-size 4.0", "--tiered-config.kv.far_gib"],
     ),
     "diffusion_decoding": ({"diffusion_config": {"canvas_length": 8}}, ["--diffusion-config"]),
-    "pipeline_parallel": (
-        {"pipeline_parallel_size": 2},
-        ["--pipeline-parallel-size 2", "--tensor-parallel-size"],
-    ),
     "prefill_context_parallel": (
         {"prefill_context_parallel_size": 2},
         ["--prefill-context-parallel-size 2"],
@@ -52,10 +48,6 @@ KV_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "decode_context_parallel": (
         {"decode_context_parallel_size": 2},
         ["--decode-context-parallel-size 2"],
-    ),
-    "data_parallel": (
-        {"data_parallel_size": 2},
-        ["--data-parallel-size 2", "--tiered-config.kv.far_gib"],
     ),
     "elastic_expert_parallel": ({"enable_elastic_ep": True}, ["--enable-elastic-ep"]),
     "microbatches": ({"enable_dbo": True}, ["--enable-dbo"]),
@@ -384,17 +376,25 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
     "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
+    "unequal_pipeline_stages": ({"stages": 4}, None, "with stages of 7 to 8 layers"),
+    "drafts_in_a_pipeline": (
+        {"stages": 2},
+        SimpleNamespace(method="ngram"),
+        "speculative decoding (ngram) on 2 stages",
+    ),
 }
 
 
 def config_of(fields, speculative_config=None):
     fields = GENERATE | {"window": None, "layer_types": None, "captures": "NONE"} | fields
+    stages = fields.pop("stages", 1)
     window, layer_types, mode = (fields.pop(name) for name in ("window", "layer_types", "captures"))
     return SimpleNamespace(
         model_config=SimpleNamespace(
             **fields,
             hf_text_config=SimpleNamespace(layer_types=layer_types),
             get_sliding_window=lambda: 4096,
+            get_total_num_hidden_layers=lambda: 30,
         ),
         cache_config=SimpleNamespace(sliding_window=window),
         compilation_config=SimpleNamespace(
@@ -404,6 +404,7 @@ def config_of(fields, speculative_config=None):
             splitting_ops_contain_kv_cache_update=lambda: False,
         ),
         speculative_config=speculative_config,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
 
 
@@ -419,6 +420,7 @@ def test_models_that_kv_refuses(name):
 def test_a_plain_decoder_is_compatible(monkeypatch):
     checks.check_vllm_config(Part.KV, config_of({"layer_types": ["full_attention"]}))
     checks.check_vllm_config(Part.KV, config_of({"captures": "FULL_DECODE_ONLY"}))
+    checks.check_vllm_config(Part.KV, config_of({"stages": 2}))
     config = config_of({"layer_types": ["sliding_attention"]})
     config.model_config.get_sliding_window = lambda: None  # --disable-sliding-window
     checks.check_vllm_config(Part.KV, config)

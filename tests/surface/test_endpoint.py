@@ -105,7 +105,7 @@ GAUGES = {
 def state(rank=0, pid=None, **parts):
     """What a worker answers."""
     where = {"rank": rank, "pid": os.getpid() if pid is None else pid, "host": socket.gethostname()}
-    return where | MANIFEST | parts | {"gauges": GAUGES}
+    return {"replica": 0} | where | MANIFEST | parts | {"gauges": GAUGES}
 
 
 class FakeEngine:
@@ -154,7 +154,7 @@ def answer(engine, headers=None, **args):
 
 
 def shown(rank=0):
-    return {"rank": rank, "pid": os.getpid()} | MANIFEST
+    return {"replica": 0, "rank": rank, "pid": os.getpid()} | MANIFEST
 
 
 def test_the_answer_has_version_configuration_and_a_state_per_rank(monkeypatch):
@@ -180,9 +180,11 @@ def test_the_worker_method_is_found_by_name_and_gives_the_state(monkeypatch):
     monkeypatch.setattr(manifest, "current", lambda: MANIFEST)
     worker = object.__new__(WorkerBase)
     worker.rank = 3
-    worker.vllm_config = SimpleNamespace(additional_config={"tiered": {}})
+    parallel = SimpleNamespace(data_parallel_index=1)
+    worker.vllm_config = SimpleNamespace(additional_config={"tiered": {}}, parallel_config=parallel)
     found = run_method(worker, monitor.WORKER_METHOD, (), {})
     assert (found["rank"], found["pid"], found["kv"]["far_layers"]) == (3, os.getpid(), 17)
+    assert found["replica"] == 1
 
 
 def test_the_schedulers_latest_figures_are_shown(monkeypatch):

@@ -25,8 +25,11 @@ def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1, kinds=None):
     """The parts of a VllmConfig that the checks read."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor, world_size=world_size, nnodes=1
+            distributed_executor_backend=executor,
+            world_size=world_size,
+            local_world_size=world_size,
         ),
+        additional_config={},
         model_config=SimpleNamespace(
             get_num_layers=lambda parallel: NUM_LAYERS,
             hf_text_config=SimpleNamespace(layer_types=kinds),

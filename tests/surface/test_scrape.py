@@ -83,6 +83,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from vllm_tiered.adapter.telemetry import scrape
 off = {"state": "off", "reason": "text", "counters": {}}
 state = {part: dict(off) for part in scrape.PARTS} | {"energy": {"counters": {}}, "gauges": {}}
+state["replica"] = 0
 scraped = scrape.Scraped(SimpleNamespace(), "m", has_connector=True)
 scraped.show([state | {"kv": {"state": "starting"}}])
 scraped.show([state | {"kv": {"state": "on"}}])

@@ -40,7 +40,9 @@ def nothing_published(monkeypatch):
 
 def state(config=None, *, rank=0):
     additional = {} if config is None else {"tiered": config}
-    worker = SimpleNamespace(rank=rank, vllm_config=SimpleNamespace(additional_config=additional))
+    parallel = SimpleNamespace(data_parallel_index=0)
+    vllm_config = SimpleNamespace(additional_config=additional, parallel_config=parallel)
+    worker = SimpleNamespace(rank=rank, vllm_config=vllm_config)
     found = worker_state(worker)
     assert json.loads(json.dumps(found)) == found
     return found
@@ -109,7 +111,8 @@ def test_a_cache_that_never_had_a_connector_says_why():
     worker = SimpleNamespace(
         rank=0,
         vllm_config=SimpleNamespace(
-            additional_config={"tiered": {}, "tiered_steps_aside": {"kv": "why (--flag)"}}
+            additional_config={"tiered": {}, "tiered_steps_aside": {"kv": "why (--flag)"}},
+            parallel_config=SimpleNamespace(data_parallel_index=0),
         ),
     )
     kv = (worker_state(worker) or {})["kv"]

@@ -31,6 +31,7 @@ from vllm_tiered.adapter.connector_name import ASIDE_KEY, CONNECTOR, CONNECTOR_M
 from vllm_tiered.adapter.extension_points import check_extension_points
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
+from vllm_tiered.adapter.replicas import REPLICAS_KEY, count_replicas
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import kv_sharing
@@ -112,6 +113,9 @@ def _create_engine_config(
         endpoint.announce()
         _check_engine_args(config, engine_args)
         vllm_config = _with_kv_or_without(original, engine_args, config, *args, **kwargs)
+        replicas = count_replicas(vllm_config.parallel_config)
+        if replicas.total > 1:
+            vllm_config.additional_config[REPLICAS_KEY] = replicas._asdict()
         _check_vllm_config(config, vllm_config)
         _adjust_vllm_config(config, vllm_config)
         return vllm_config

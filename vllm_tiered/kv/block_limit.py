@@ -48,6 +48,11 @@ class ElasticBlocks:
         return sum(self._charges.values())
 
     @property
+    def num_admitted(self) -> int:
+        """Requests that are charged for partial blocks: those that run."""
+        return len(self._charges)
+
+    @property
     def limit(self) -> int:
         """The most blocks that may be released, given the charged blocks."""
         return min(self.usable_blocks, self._limit(self.num_partial))

@@ -13,21 +13,26 @@ MAX_RECOMPUTES = 8
 class RecentSteps:
     """Log of the latest steps: the blocks that they wrote and the prefix-cache hits of requests.
 
-    It keeps ``_IN_FLIGHT`` steps: no more are planned before the first one's result is known.
+    It keeps the steps that are in flight at a time and ``_FINISHED`` more: no more are planned
+    before the first one's result is known.
 
     Args:
         num_blocks: number of vLLM's block ids, the null block included.
         notices_late: not every read compares checksums. Then any block may have been computed from
             the damaged page, so all blocks count as written.
+        num_batches: the most steps that are in flight at a time.
     """
 
-    _IN_FLIGHT = 4
+    _FINISHED = 2
 
-    def __init__(self, block_tokens: int, num_blocks: int, *, notices_late: bool) -> None:
+    def __init__(
+        self, block_tokens: int, num_blocks: int, *, notices_late: bool, num_batches: int = 2
+    ) -> None:
         self._block_tokens = block_tokens
         self._all = frozenset(range(1, num_blocks)) if notices_late else None
-        self._plans: deque[StepPlan] = deque(maxlen=self._IN_FLIGHT)
-        self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=self._IN_FLIGHT)
+        num_steps = max(2, num_batches) + self._FINISHED
+        self._plans: deque[StepPlan] = deque(maxlen=num_steps)
+        self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=num_steps)
 
     def add(self, plan: StepPlan, requests: Iterable[ScheduledRequest]) -> None:
         """Record a planned step."""

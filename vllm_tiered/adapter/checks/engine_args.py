@@ -161,11 +161,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
         conflicts={
-            Part.KV: Conflict(
-                reason="a stage holds only some of the layers, and the staging buffers are planned "
-                "over all of them",
-                remedy="use --tensor-parallel-size instead",
-            ),
             Part.WEIGHTS: Conflict(
                 reason="a stage holds only some of the layers, and sublayers are loaded in the "
                 "order of all",
@@ -202,10 +197,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.EXPERTS: Conflict(
                 reason="replicas exchange the numbers of experts, and each has slots of its own",
                 remedy="start one server per replica, each with a folder of its own",
-            ),
-            Part.KV: Conflict(
-                reason="each replica would take the whole far memory budget of this host",
-                remedy="start one server per replica, each with its own --tiered-config.kv.far_gib",
             ),
         },
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.kv.plan import far_budget_bytes, resolve_num_far
+from vllm_tiered.adapter.replicas import paths_here, read_replicas
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError
@@ -47,7 +48,8 @@ def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if not config.kv.enabled:
         return
     if config.report.path is not None:
-        check_timeline_path(Path(config.report.path))
+        for path in paths_here(config.report.path, vllm_config):
+            check_timeline_path(Path(path))
     if config.kv.tier == "storage":
         _check_kv_folder(config.kv, vllm_config)
 
@@ -98,8 +100,9 @@ def _check_kv_folder(kv: KvConfig, vllm_config: "VllmConfig") -> None:
     if near_bytes is None:
         resolve_num_far(kv, stack)
         return  # vLLM measures it when the model is loaded
-    ranks_here = parallel.world_size // parallel.nnodes
-    num_bytes = ranks_here * least_file_bytes(kv, stack, near_bytes, parallel.world_size)
+    replicas = read_replicas(vllm_config).here
+    rank_bytes = least_file_bytes(kv, stack, near_bytes, parallel.world_size, replicas)
+    num_bytes = replicas * parallel.local_world_size * rank_bytes
     is_memory = file_system(folder) in MEMORY_FILE_SYSTEMS
     if is_memory:
         free_bytes = min(free_bytes, read_host_memory().usable_bytes)
@@ -125,13 +128,16 @@ def _layer_stack(model_config: Any, parallel_config: Any) -> LayerStack:
     return LayerStack(num_layers)
 
 
-def least_file_bytes(kv: KvConfig, stack: LayerStack, near_bytes: int, world_size: int) -> int:
+def least_file_bytes(
+    kv: KvConfig, stack: LayerStack, near_bytes: int, world_size: int, replicas_here: int = 1
+) -> int:
     """Return the bytes that a rank's KV file takes at least.
 
     Args:
         stack: the layers that may be offloaded.
         near_bytes: near memory of the rank's KV cache.
         world_size: ranks that share `kv.far_gib`.
+        replicas_here: engines of a data-parallel server that share this host.
 
     Raises:
         ConfigError: there are too few layers for `kv.expansion`.
@@ -144,5 +150,6 @@ def least_file_bytes(kv: KvConfig, stack: LayerStack, near_bytes: int, world_siz
     # The near pages hold the resident layers' blocks and the staging buffers' of one layer each.
     region_bytes = near_bytes / (stack.num_layers - num_far + stack.staging_buffers)
     least_bytes = _CERTAIN_SHARE * region_bytes
-    in_memory = math.ceil(far_budget_bytes(kv, world_size) / least_bytes) if least_bytes else 0
+    budget = far_budget_bytes(kv, world_size, replicas_here)
+    in_memory = math.ceil(budget / least_bytes) if least_bytes else 0
     return int(max(0, num_far - in_memory) * least_bytes)

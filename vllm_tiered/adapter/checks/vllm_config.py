@@ -32,6 +32,30 @@ def _find_speculation(vllm_config: Any) -> str | None:
     return None if speculation is None else f"speculative decoding ({speculation.method})"
 
 
+def _find_drafts_in_a_pipeline(vllm_config: Any) -> str | None:
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    speculation = _find_speculation(vllm_config)
+    return (
+        None if num_stages == 1 or speculation is None else f"{speculation} on {num_stages} stages"
+    )
+
+
+def _find_unequal_stages(vllm_config: Any) -> str | None:
+    """Find stages of a pipeline with different numbers of layers."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return None
+    indices = importlib.import_module("vllm.distributed.utils").get_pp_indices
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    stages = [indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    counts = sorted({end - begin for begin, end in stages})
+    if len(counts) == 1:
+        return None
+    return (
+        f"--pipeline-parallel-size {num_stages}, with stages of {counts[0]} to {counts[-1]} layers"
+    )
+
+
 def _find_inductor_freezing(vllm_config: Any) -> str | None:
     options = vllm_config.compilation_config.inductor_compile_config
     found = next((key for key in ("freezing", "max_autotune") if options.get(key)), None)
@@ -181,6 +205,30 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
                 remedy="name the target model alone",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="drafts_in_a_pipeline",
+        kind="option",
+        find=_find_drafts_in_a_pipeline,
+        conflicts={
+            Part.KV: Conflict(
+                reason="drafts of several batches would be in doubt at a time, and the last stage "
+                "alone has the draft model",
+                remedy="leave speculative decoding out, or use --tensor-parallel-size",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="unequal_pipeline_stages",
+        kind="option",
+        find=_find_unequal_stages,
+        conflicts={
+            Part.KV: Conflict(
+                reason="all stages follow one plan, and only equal ones hold the same blocks",
+                remedy="give stages of equally many layers (the environment variable "
+                "VLLM_PP_LAYER_PARTITION, or another --pipeline-parallel-size)",
             ),
         },
     ),

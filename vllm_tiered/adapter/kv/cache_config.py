@@ -18,6 +18,8 @@ from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
+from vllm_tiered.adapter.kv.stages import count_stages, find_stage_obstacle
+from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
@@ -35,7 +37,7 @@ def logical_blocks(
     *,
     max_model_len: int,
     resident_blocks: int,
-    world_size: int,
+    far_budget: int,
     allocatable_bytes: int | None,
 ) -> int:
     """Return vLLM's num_blocks (null block included) for a near budget.
@@ -43,6 +45,7 @@ def logical_blocks(
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         resident_blocks: the most blocks of resident groups that one request holds.
+        far_budget: bytes of far memory that a rank may take.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
@@ -50,15 +53,14 @@ def logical_blocks(
             the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
     limit = kv_plan.logical_limit(geometry)
-    budget = kv_plan.far_budget_bytes(kv, world_size)
     needed = geometry.far_bytes(limit + 1)
-    if needed > budget and kv.tier == "far":
-        fits = max(0, budget // max(1, geometry.far_bytes(1)) - 1)
+    if needed > far_budget and kv.tier == "far":
+        fits = max(0, far_budget // max(1, geometry.far_bytes(1)) - 1)
         if kv.far_gib != "auto":
             raise BudgetError(
                 f"{geometry.num_far} offloaded layers of {limit} blocks need "
                 f"{format_bytes(needed)} ({needed / GIB:.3f} GiB) of far memory per rank, "
-                f"kv.far_gib gives {format_bytes(budget)} (room for {fits} blocks): raise "
+                f"kv.far_gib gives {format_bytes(far_budget)} (room for {fits} blocks): raise "
                 "kv.far_gib or lower kv.expansion"
             )
         logger.warning(
@@ -69,7 +71,7 @@ def logical_blocks(
         )
         limit = min(limit, fits)
     else:
-        _check_allocatable(kv, geometry, limit, min(needed, budget), allocatable_bytes)
+        _check_allocatable(kv, geometry, limit, min(needed, far_budget), allocatable_bytes)
     _check_longest(geometry, limit, max_model_len, resident_blocks)
     return limit + 1
 
@@ -80,7 +82,7 @@ def adaptive_levels(
     *,
     max_model_len: int,
     resident_blocks: int,
-    world_size: int,
+    far_budget: int,
     allocatable_bytes: int | None,
 ) -> KvLevels:
     """Return the levels that the far budget allows; only level 0 if swapping is impossible.
@@ -88,13 +90,14 @@ def adaptive_levels(
     Args:
         max_model_len: tokens of the longest request; 0 if it is fitted to the memory.
         resident_blocks: the most blocks of resident groups that one request holds.
+        far_budget: bytes of far memory that a rank may take.
         allocatable_bytes: host memory that a rank's far pages can take; None if it is not known.
 
     Raises:
         BudgetError: one request of ``max_model_len`` tokens would not fit at any level.
     """
     allowed = levels
-    budget, bound = kv_plan.far_budget_bytes(kv, world_size), "kv.far_gib"
+    budget, bound = far_budget, "kv.far_gib"
     if kv.tier == "far":
         if allocatable_bytes is not None and allocatable_bytes < budget:
             budget, bound = allocatable_bytes, _limit_note()
@@ -181,6 +184,7 @@ def tiered_kv_cache_configs(
         roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts.draft_layers)
+    obstacle = obstacle or find_stage_obstacle(vllm_config, roomy)
     if obstacle is not None:
         return leave_to_vllm(obstacle)
     groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers)
@@ -195,10 +199,12 @@ def tiered_kv_cache_configs(
     # With -1 vLLM fits it to the memory later.
     fits_length = model_config.original_max_model_len == -1
     least_tokens = spec.block_size if fits_length else model_config.max_model_len
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_model_len": 0 if fits_length else model_config.max_model_len,
         "resident_blocks": groups.resident_blocks(least_tokens),
-        "world_size": vllm_config.parallel_config.world_size,
+        "far_budget": kv_plan.far_budget_bytes(
+            kv, vllm_config.parallel_config.world_size, read_replicas(vllm_config).here
+        ),
         "allocatable_bytes": _allocatable_bytes(vllm_config, near_bytes),
     }
     if num_far is None:
@@ -222,7 +228,7 @@ def tiered_kv_cache_configs(
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     num_slots = None
     if _may_store_prefixes(vllm_config, kv, groups):
-        budget = kv_plan.far_budget_bytes(kv, sizes["world_size"])
+        budget = sizes["far_budget"]
         if sizes["allocatable_bytes"] is not None:
             budget = min(budget, sizes["allocatable_bytes"])
         num_slots = kv_plan.prefix_slots(kv, stack, spec.page_size_bytes, num_blocks, budget)
@@ -252,8 +258,11 @@ def tiered_kv_cache_configs(
 def _may_store_prefixes(vllm_config: Any, kv: KvConfig, groups: KvGroups) -> bool:
     """Return whether a block's content is all that a later request needs to go on behind it.
 
-    It is not where a window or a state belongs to it, or the KV of a draft model.
+    It is not where a window or a state belongs to it, or the KV of a draft model. The stages of a
+    pipeline do not store prefixes yet.
     """
+    if count_stages(vllm_config) > 1:
+        return False
     is_alone = not groups.resident and not groups.stack.num_draft
     has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
     return kv.prefix_store and kv.tier == "far" and is_alone and has_cache
@@ -281,7 +290,8 @@ def _allocatable_bytes(vllm_config: Any, near_bytes: int) -> int | None:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return None
-    usable = read_host_memory().usable_bytes // (parallel.world_size // parallel.nnodes)
+    ranks_here = parallel.local_world_size * read_replicas(vllm_config).here
+    usable = read_host_memory().usable_bytes // ranks_here
     # On the CPU backend the near pages are host memory too, and not allocated yet.
     is_near_here = vllm_config.device_config.device_type == "cpu"
     return max(0, usable - near_bytes) if is_near_here else usable

@@ -32,9 +32,11 @@ from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import plan_from_config, tiered_config
 from vllm_tiered.adapter.kv.scheduler import TieredMetadata, TieredScheduler
+from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.worker import TieredWorker, announce
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
+from vllm_tiered.adapter.replicas import is_first_here
 from vllm_tiered.adapter.telemetry import totals
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy, open_energy
 from vllm_tiered.adapter.telemetry.expert_use import ExpertUseClock
@@ -85,7 +87,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._expert_use: ExpertUseClock | None = None
         if role is KVConnectorRole.WORKER:
             is_first = parallel.rank == 0
-            self._energy = open_energy(config.report.carbon_intensity)
+            self._energy = open_energy(
+                config.report.carbon_intensity, is_first_engine=is_first_here(parallel)
+            )
             if not plan.swaps:
                 announce(plan, FarHomes(), log=is_first)
                 totals.publish("kv", lambda: kv_gauges(plan, parallel.world_size).data)
@@ -110,6 +114,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                num_batches=count_stages(vllm_config) + 1,
                 drafts=Drafts() if num_draft_tokens(vllm_config) else None,
                 timeline=open_timeline(vllm_config, plan, self._world_size, config.report),
             )

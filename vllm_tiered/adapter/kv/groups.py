@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.kv.layout import SPACED_STAGING_BUFFERS, STAGING_BUFFERS, LayerStack
 
 NO_LAYERS: Set[str] = frozenset()
@@ -47,12 +48,14 @@ class KvGroups:
         layer_names: names of its layers, in the order of computation, without the draft model's.
         draft_names: names of the draft model's layers in it.
         resident: the other groups.
+        is_stage: the layers are those of one stage of a pipeline.
     """
 
     index: int
     layer_names: tuple[str, ...]
     draft_names: tuple[str, ...] = ()
     resident: tuple[ResidentGroup, ...] = ()
+    is_stage: bool = False
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -76,7 +79,12 @@ class KvGroups:
 
     @property
     def stack(self) -> LayerStack:
-        """The layers that may be offloaded, and what lies between them."""
+        """The layers that may be offloaded, and what lies between them.
+
+        It is the same for all stages of a pipeline, wherever their layers are in the model.
+        """
+        if self.is_stage:
+            return LayerStack(len(self.all_names))
         indices = self.layer_indices
         is_spaced = min((later - earlier for earlier, later in pairwise(indices)), default=1) > 1
         return LayerStack(
@@ -122,6 +130,7 @@ def read_groups(
             for at, group in enumerate(kv_cache_groups)
             if at != index
         ),
+        is_stage=count_stages(vllm_config) > 1,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.kv.drafts import partial_blocks
 from vllm_tiered.adapter.kv.groups import NO_LAYERS, KvGroups, read_groups
+from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
@@ -68,6 +69,7 @@ class KvPlan:
         left_to_vllm: why the KV cache is vLLM's own; None if it is not.
         num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
             without one.
+        replicas_here: engines of a data-parallel server that share this host.
     """
 
     geometry: KvGeometry
@@ -80,6 +82,7 @@ class KvPlan:
     levels: KvLevels | None = None
     left_to_vllm: LeftToVllm | None = None
     num_slots: int | None = None
+    replicas_here: int = 1
 
     @property
     def near_bytes(self) -> int:
@@ -362,6 +365,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         groups=groups,
         levels=levels,
         num_slots=getattr(kv_cache_config, NUM_SLOTS, None),
+        replicas_here=read_replicas(vllm_config).here,
     )
 
 
@@ -397,15 +401,25 @@ def far_homes(plan: KvPlan, world_size: int) -> FarHomes:
     if kv.tier == "far":
         return FarHomes(verify=kv.verify)
     assert kv.path is not None, "checked with the configuration"
+    budget = far_budget_bytes(kv, world_size, plan.replicas_here)
     return FarHomes(
-        memory_layers=far_budget_bytes(kv, world_size) // plan.region_bytes,
+        memory_layers=budget // plan.region_bytes,
         path=Path(kv.path),
         verify=kv.verify,
     )
 
 
-def far_budget_bytes(kv: KvConfig, world_size: int) -> int:
-    """Return the far-tier bytes that one rank may take."""
+def far_budget_bytes(kv: KvConfig, world_size: int, replicas_here: int) -> int:
+    """Return the far-tier bytes that one rank may take.
+
+    A configured size counts the ranks of one engine, as vLLM's ``--kv-offloading-size`` does, so
+    each replica has it. "auto" is a share of the host's memory, which the replicas there divide.
+
+    Args:
+        world_size: ranks of the engine.
+        replicas_here: engines of a data-parallel server that share this host.
+    """
     if kv.far_gib == "auto":
-        return int(read_host_memory().usable_bytes * FAR_SHARE) // world_size
+        usable = read_host_memory().usable_bytes
+        return int(usable * FAR_SHARE) // (world_size * replicas_here)
     return gib_to_bytes(float(kv.far_gib)) // world_size

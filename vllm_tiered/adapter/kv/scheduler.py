@@ -56,6 +56,8 @@ class TieredScheduler:
         world_size: number of ranks, for the gauges.
         max_model_len: tokens of the longest request that the engine accepts.
         max_num_seqs: the most requests that the engine runs at a time.
+        num_batches: the most steps that are in flight at a time; one for each stage of a pipeline,
+            and one that is scheduled ahead.
         drafts: drafts of speculative decoding; None without it.
         timeline: records steps and events; None without a report.
 
@@ -73,6 +75,7 @@ class TieredScheduler:
         *,
         max_model_len: int,
         max_num_seqs: int,
+        num_batches: int,
         drafts: Drafts | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -123,6 +126,7 @@ class TieredScheduler:
             plan.geometry.block_tokens,
             plan.num_blocks,
             notices_late=plan.config.verify == "sample",
+            num_batches=num_batches,
         )
         self._reported_recomputes = 0
 
@@ -333,8 +337,10 @@ class TieredScheduler:
         self._reported_changes, self._reported_recomputes = num_changes, num_recomputed
         return stats
 
-    def _end_previous_step(self, num_running: int, num_preempted: int) -> None:
+    def _end_previous_step(self, num_scheduled: int, num_preempted: int) -> None:
         """Pass the finished step to the controller and the timeline."""
+        # In a pipeline the requests of other batches run too.
+        num_running = self.elastic.num_admitted if self._groups.is_stage else num_scheduled
         step = self._watch.take_step(
             tokens=self._num_tokens,
             num_running=num_running,

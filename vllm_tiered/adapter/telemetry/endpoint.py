@@ -96,8 +96,8 @@ class TieredEndpoint:
         answer = await monitor.ask(TIMEOUT_S)
         if answer.problem:
             logger.warning("tiered: no state at start: %s", answer.problem)
-        for worker in answer.workers[:1]:
-            metrics.fill_gauges(worker[GAUGES_KEY])
+        for replica, gauges in _gauges_by_replica(answer).items():
+            metrics.fill_gauges(gauges, engine=replica)
         state.tiered_scraped = scrape.open_scraped(engine_client, monitor)
 
 
@@ -190,18 +190,29 @@ def _content(monitor: EngineMonitor, answer: Answer, shows_paths: bool) -> dict[
         config = _without_paths(config)
         workers = [_without_paths(worker) for worker in workers]
     latest = metrics.latest_of_schedulers()
-    gauges = answer.workers[0][GAUGES_KEY] if answer.workers else {}
+    gauges = _gauges_by_replica(answer)
+    engines = sorted(latest.keys() | gauges.keys()) or [0]
     content = {
         "version": __version__,
         "config": config,
-        "engines": [{"engine": engine} | gauges | known for engine, known in latest.items()]
-        or [{"engine": 0} | gauges],
+        "engines": [
+            {"engine": engine} | gauges.get(engine, {}) | latest.get(engine, {})
+            for engine in engines
+        ],
         "workers": workers,
     }
     if answer.problem:
         problem = {"error": answer.problem, "workers_seen_seconds_ago": answer.age_seconds}
         return problem | {"processes": answer.processes} | content
     return content
+
+
+def _gauges_by_replica(answer: Answer) -> dict[int, dict[str, float]]:
+    """Return the gauges that each replica's first rank knows, by the replica's number."""
+    gauges: dict[int, dict[str, float]] = {}
+    for worker in answer.workers:
+        gauges.setdefault(worker["replica"], worker[GAUGES_KEY])
+    return gauges
 
 
 def _without_paths(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,14 +61,18 @@ class EngineEnergy:
         return joules
 
 
-def open_energy(carbon_intensity: float) -> EngineEnergy:
-    """Open the meter of this process's rank; vLLM's parallel groups exist already."""
+def open_energy(carbon_intensity: float, *, is_first_engine: bool = True) -> EngineEnergy:
+    """Open the meter of this process's rank; vLLM's parallel groups exist already.
+
+    Args:
+        is_first_engine: whether the rank's engine is the first on this host. One rank counts what
+            the host draws.
+    """
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    return EngineEnergy(
-        _meter(is_first=group.local_rank == 0), carbon_intensity, log=not group.rank
-    )
+    is_first = is_first_engine and group.local_rank == 0
+    return EngineEnergy(_meter(is_first=is_first), carbon_intensity, log=not group.rank)
 
 
 def labels(meter: PowerMeter | None = None) -> dict[str, str]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's counters and gauges on vLLM's own ``/metrics``."""
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -75,7 +77,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             engine: {} for engine in per_engine_labelvalues
         }
         self._counters = self._register(COUNTER_METRICS, metric_types[Counter])
-        self._gauges = self._register(GAUGE_METRICS, metric_types[Gauge])
+        # Several API servers share a figure: the one that set it last heard of the engine last.
+        latest = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
+        self._gauges = self._register(GAUGE_METRICS, latest)
+        self._are_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         # Labels are looked up once, not per step.
         self._histograms = {
             name: {
@@ -112,7 +117,8 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         for figure, value in transfer_stats_data.items():
             if figure in COUNTERS:
                 self._counters[figure][engine_idx].inc(value)
-            elif latest.get(figure) != value:  # most gauges stay from step to step
+            # Most gauges stay from step to step, but another API server may have heard more.
+            elif self._are_shared or latest.get(figure) != value:
                 self._gauges[figure][engine_idx].set(value)
                 latest[figure] = value
             if figure in _SCHEDULER_COUNTERS:
@@ -122,9 +128,10 @@ class TieredPromMetrics(KVConnectorPromMetrics):
                 seconds = transfer_stats_data.get(figure, 0.0) / self._num_ranks
                 self._histograms[name][engine_idx].observe(seconds)
 
-    def fill_gauges(self, gauges: Mapping[str, float]) -> None:
-        """Set gauges of every engine that has not reported them yet."""
-        for engine, latest in self._latest.items():
+    def fill_gauges(self, gauges: Mapping[str, float], engine: int) -> None:
+        """Set gauges of an engine that has not reported them yet."""
+        latest = self._latest.get(engine)
+        if latest is not None:
             new = {name: value for name, value in gauges.items() if name not in latest}
             self.observe(new, engine)
 
@@ -137,10 +144,10 @@ def register(metric: Metric, kind: Any, labelnames: Sequence[str]) -> Any:
     )
 
 
-def fill_gauges(gauges: Mapping[str, float]) -> None:
-    """Set gauges that no step has set yet, on this process's ``/metrics``."""
+def fill_gauges(gauges: Mapping[str, float], *, engine: int) -> None:
+    """Set gauges of an engine that no step has set yet, on this process's ``/metrics``."""
     for metrics in _live():
-        metrics.fill_gauges(gauges)
+        metrics.fill_gauges(gauges, engine)
 
 
 def latest_of_schedulers() -> dict[int, dict[str, float]]:

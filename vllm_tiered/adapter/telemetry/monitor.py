@@ -96,7 +96,7 @@ class EngineMonitor:
 
         # In the engine the call has the patience of a step: after that vLLM gives the worker up.
         patience = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        states = await self._client.collective_rpc(WORKER_METHOD, timeout=patience)
+        states = await _ask_replicas(self._client, patience)
         self._workers = [state for state in states if state is not None]
         self._seen = time.monotonic()
         return self._workers
@@ -119,13 +119,30 @@ class EngineMonitor:
         )
 
 
+async def _ask_replicas(client: Any, timeout_s: float) -> list[Any]:
+    """Return the states of all replicas' workers; vLLM's own call returns the first replica's."""
+    core: Any = getattr(client, "engine_core", None)
+    if len(getattr(core, "core_engines", ())) <= 1:
+        states: list[Any] = await client.collective_rpc(WORKER_METHOD, timeout=timeout_s)
+        return states
+    by_replica = await core.call_utility_all_async(
+        "collective_rpc", WORKER_METHOD, timeout_s, (), {}
+    )
+    return [state for states in by_replica for state in states]
+
+
 def find_processes(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the workers' processes on this host and their engine core's, with status and CPU use.
 
     A worker that waits for another one, as ranks do in an all-reduce, usually burns CPU.
     """
     here = socket.gethostname()
-    names = {w["pid"]: f"worker rank {w['rank']}" for w in workers if w["host"] == here}
+    several = any(w["replica"] for w in workers)
+    names = {
+        w["pid"]: f"worker rank {w['rank']}" + (f" of replica {w['replica']}" if several else "")
+        for w in workers
+        if w["host"] == here
+    }
     for pid in list(names):
         parent = _parent(pid)
         if parent is not None and parent not in names and parent != os.getpid():

@@ -7,10 +7,9 @@ the workers' counters since the start are asked for as `GET /tiered` does, befor
 cost per step, and none while nobody looks. What a part does, and why not, is asked for in the same
 way with and without a connector.
 
-Limits: the metrics are those of a server (not of `LLM.get_metrics()`) and of the first engine with
-data parallelism. Of several API servers only the first asks, so that nothing is counted twice; the
-others show what it last heard. If the workers do not answer within `PATIENCE_S`, the scrape shows
-what they said last.
+Limits: the metrics are those of a server (not of `LLM.get_metrics()`). Of several API servers only
+the first asks, so that nothing is counted twice; the others show what it last heard. If the workers
+do not answer within `PATIENCE_S`, the scrape shows what they said last.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ _ASIDE = {"kv": "nothing_to_swap", "weights": "all_near"}
 
 
 class Scraped:
-    """Metrics of one engine that a scrape refreshes.
+    """Metrics of a server's engines that a scrape refreshes; each replica is an engine.
 
     Args:
         monitor: asks the workers.
@@ -57,24 +56,23 @@ class Scraped:
     def __init__(self, monitor: EngineMonitor, model_name: str, *, has_connector: bool) -> None:
         _unregister()
         self._monitor = monitor
-        self._labels = (model_name, "0")
+        self._model_name = model_name
         self._active = Gauge(
             f"{PREFIX}{PART_ACTIVE}",
             "1 for the reason why a part is at work or not, 0 for reasons that held before.",
             [*_LABELS, "part", "reason"],
             multiprocess_mode="mostrecent",
         )
-        self._counters: dict[str, Any] = {}
+        self._counters: dict[str, tuple[Any, list[str]]] = {}  # with the label's value, if any
         _registered.append(self._active)
         for metric in COUNTER_METRICS:
             if not has_connector and metric.name.partition("_")[0] in (*_OF_PARTS, "co2e"):
                 registered = metrics.register(metric, Counter, _LABELS)
                 _registered.append(registered)
                 for value, figure in metric.figures.items():
-                    own = [value] if metric.label else []
-                    self._counters[figure] = registered.labels(*self._labels, *own)
-        self._reasons: dict[str, str] = {}
-        self._shown: dict[str, float] = {}
+                    self._counters[figure] = registered, [value] if metric.label else []
+        self._reasons: dict[tuple[int, str], str] = {}
+        self._shown: dict[tuple[int, str], float] = {}
         self._asked = float("-inf")
 
     async def refresh(self) -> None:
@@ -87,23 +85,29 @@ class Scraped:
             self.show(answer.workers)
 
     def show(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Set the metrics to the state of these workers, which are all ranks."""
+        """Set the metrics to the state of these workers, which are all ranks of all replicas."""
+        for replica in {worker["replica"] for worker in workers}:
+            self._show(replica, [worker for worker in workers if worker["replica"] == replica])
+
+    def _show(self, replica: int, workers: Sequence[Mapping[str, Any]]) -> None:
+        labels = self._model_name, str(replica)
         for part in PARTS:
             reason = part_reason(part, workers[0])
             # prometheus_client cannot remove a series that several API servers share, so a reason
             # that is over becomes 0.
-            if (before := self._reasons.get(part, reason)) != reason:
-                self._active.labels(*self._labels, part, before).set(0)
-            self._reasons[part] = reason
-            self._active.labels(*self._labels, part, reason).set(1)
-        for figure, child in self._counters.items():
+            if (before := self._reasons.get((replica, part), reason)) != reason:
+                self._active.labels(*labels, part, before).set(0)
+            self._reasons[replica, part] = reason
+            self._active.labels(*labels, part, reason).set(1)
+        for figure, (counter, own) in self._counters.items():
             total = sum(
                 worker.get(part, {}).get("counters", {}).get(figure, 0.0)
                 for worker in workers
                 for part in _OF_PARTS
             )
-            child.inc(max(0.0, total - self._shown.get(figure, 0.0)))
-            self._shown[figure] = total
+            rise = total - self._shown.get((replica, figure), 0.0)
+            counter.labels(*labels, *own).inc(max(0.0, rise))
+            self._shown[replica, figure] = total
 
 
 def part_reason(part: str, worker: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
     }
     described["experts"] |= {"hit_ratio_by_layer": _hit_ratio_by_layer()}
     where = {
+        "replica": worker.vllm_config.parallel_config.data_parallel_index,
         "rank": worker.rank,
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -10,6 +10,7 @@ import vllm_tiered
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import Step
+from vllm_tiered.adapter.replicas import path_of_replica
 from vllm_tiered.adapter.telemetry import energy, manifest
 from vllm_tiered.adapter.telemetry.manifest import KvManifest
 from vllm_tiered.config import ReportConfig
@@ -107,4 +108,5 @@ def open_timeline(
     if report.path is None:
         return None
     model = str(vllm_config.model_config.model)
-    return Timeline(report.path, plan, model, world_size, report.carbon_intensity)
+    path = path_of_replica(report.path, vllm_config)
+    return Timeline(path, plan, model, world_size, report.carbon_intensity)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism: two stages swap their layers by one plan, with two batches in flight."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import CPUS
+from tests.e2e.harness import random_prompts, vllm_tokens
+from tests.e2e.processes import ROOT
+from tests.e2e.script_start import FORK
+
+PROMPTS = random_prompts(5, seed=40, longest=100)
+TOKENS = 16
+
+pytestmark = pytest.mark.ranks
+
+
+def serve(*runs: dict[str, Any], **variables: str) -> list[dict[str, Any]]:
+    """Return what the script prints of each run of the 30-layer model."""
+    environment = {
+        **os.environ,
+        **FORK,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, sorted(CPUS)[:2])),
+        **variables,
+    }
+    os.sched_setaffinity(0, CPUS)  # processes inherit it, and an earlier engine has left one core
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.pipeline_script", "deep", json.dumps(PROMPTS),
+         str(TOKENS), json.dumps(runs)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    lines = finished.stdout.splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"tokens"')]
+
+
+def test_a_damaged_page_of_the_first_stage_is_computed_anew() -> None:
+    """Only the last stage's output has tokens, and the loss is the first one's."""
+    expected = vllm_tokens("deep", PROMPTS, TOKENS)
+    (found,) = serve(
+        {
+            "kv": {"expansion": 2.0, "verify": "full"},
+            "flips": [40],
+            "arguments": {"enable_prefix_caching": True},
+        }
+    )
+    assert found["tokens"] == [expected, expected]
+    first, last = found["kv"]
+    for kv in first, last:
+        assert (kv["num_layers"], kv["far_layers"]) == (15, 10)
+        assert kv["counters"]["kv_read_bytes"] > 0
+    assert first["counters"]["kv_lost_blocks"] >= 1
+    assert last["counters"].get("kv_lost_blocks", 0) == 0
+    assert found["metrics"]["kv_recomputed_requests"] >= 1
+    assert found["metrics"]["kv_near_bytes"] == first["near_bytes"] + last["near_bytes"]
+
+
+def test_levels_change_under_two_batches_in_flight() -> None:
+    expected = vllm_tokens("deep", PROMPTS, TOKENS)
+    (found,) = serve({"kv": {"far_gib": 1.0}, "walk": 3})
+    assert found["tokens"] == [expected, expected]
+    assert found["metrics"]["kv_level_changes"] >= 4
+    first, last = found["kv"]
+    assert first["far_layers"] == last["far_layers"]
+    assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
+
+
+@pytest.mark.slow
+def test_unequal_stages_are_left_to_vllm() -> None:
+    expected = vllm_tokens("deep", PROMPTS, TOKENS)
+    (found,) = serve({"kv": {}}, VLLM_PP_LAYER_PARTITION="16,14")
+    assert found["tokens"] == [expected, expected]
+    assert [kv["state"] for kv in found["kv"]] == ["stepped aside"] * 2
+    assert all("14 to 16 layers" in kv["reason"] for kv in found["kv"])
