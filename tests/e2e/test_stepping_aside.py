@@ -4,13 +4,13 @@
 What the user set by hand is refused before the weights are loaded.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.faults import fused_kv_updates
 from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from tests.fakes.kv import block_store_connector
 from vllm_tiered.adapter.kv import adaptive, obstacles
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.controller import Decision
@@ -117,19 +117,20 @@ def test_recurrent_states_under_speculation_are_vllms_own() -> None:
         assert "for each draft" in kv_state(llm)["reason"]
 
 
-def test_another_connector_keeps_its_place(tmp_path: Path) -> None:
+def test_another_connector_that_keeps_addresses_keeps_its_place() -> None:
     from vllm.config import KVTransferConfig
 
     expected = vllm_tokens("qwen2", PROMPTS)
     transfer = KVTransferConfig(
-        kv_connector="ExampleConnector",
+        kv_connector="AddressKeepingConnector",
+        kv_connector_module_path=block_store_connector.__name__,
         kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
     )
     with engine("qwen2", {}, kv_transfer_config=transfer) as llm:
         assert generate(llm, PROMPTS) == expected
-        assert "ExampleConnector" in kv_state(llm)["reason"]
-    assert list(tmp_path.iterdir()), "it has stored something"
+        assert "AddressKeepingConnector, whose register_kv_caches" in kv_state(llm)["reason"]
+    assert block_store_connector.STORE, "it has stored something"
+    block_store_connector.STORE.clear()
 
 
 def test_an_expansion_of_one_asks_for_nothing() -> None:

@@ -163,7 +163,8 @@ def test_a_multimodal_front_end_keeps_its_checks():
     config = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal), ec_transfer_config=None
     )
-    engine_config._undo_consumer_side_effects(SimpleNamespace(enable_mm_embeds=False), config)
+    engine_args = SimpleNamespace(enable_mm_embeds=False, kv_transfer_config=None)
+    engine_config._undo_consumer_side_effects(engine_args, config)
     assert not multimodal.allow_missing_mm_embeddings
     assert not multimodal.enable_mm_embeds
 

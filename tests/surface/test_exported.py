@@ -7,7 +7,14 @@ import sys
 
 import pytest
 
-from vllm_tiered.adapter import cli_args, compat, engine_config, platform_plugin, plugin
+from vllm_tiered.adapter import (
+    cli_args,
+    compat,
+    connector_name,
+    engine_config,
+    platform_plugin,
+    plugin,
+)
 from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.cli.main import main
 
@@ -30,7 +37,7 @@ def test_names_other_parts_and_users_rely_on():
     assert compat.SUPPORTED_VLLM == ("0.32", "0.33")
     assert cli_args.PLUGIN_NAMES == ("tiered",)
     assert engine_config.CONFIG_FILE_VARIABLE == "VLLM_TIERED_CONFIG"
-    assert (engine_config.CONNECTOR_MODULE, engine_config.CONNECTOR) == (
+    assert (connector_name.CONNECTOR_MODULE, connector_name.CONNECTOR) == (
         "vllm_tiered.adapter.kv.connector",
         "TieredConnector",
     )

@@ -14,9 +14,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import dp_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_tiered.adapter.engine_config import _connector_config
 from vllm_tiered.adapter.kv import full_graphs, runner_steps
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
+from vllm_tiered.adapter.transfer_config import transfer_config
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import IntegrityError, VersionError
 from vllm_tiered.kv.step_plan import StepPlan
@@ -88,7 +88,7 @@ def test_with_a_neuron_store_there_are_pieces():
 def test_the_connector_says_what_was_configured(keeps):
     from vllm_tiered.adapter.kv.connector import TieredConnector
 
-    extra = _connector_config(keeps_full_graphs=keeps).kv_connector_extra_config
+    extra = transfer_config(None, {full_graphs.KEPT: keeps}).kv_connector_extra_config
     assert TieredConnector.requires_piecewise_for_cudagraph(extra) is not keeps
     assert TieredConnector.requires_piecewise_for_cudagraph({})
 

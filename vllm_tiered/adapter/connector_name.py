@@ -4,6 +4,10 @@
 CONNECTOR = "TieredConnector"
 CONNECTOR_MODULE = "vllm_tiered.adapter.kv.connector"
 
+MULTI_CONNECTOR = "MultiConnector"
+"""The name of vLLM's class, and of the plugin's class that takes its place."""
+MULTI_CONNECTOR_MODULE = "vllm_tiered.adapter.kv.multi_connector"
+
 ASIDE_KEY = "tiered_steps_aside"
 """Key in `additional_config`, beside the plugin's own: parts that stepped aside, with the reason.
 

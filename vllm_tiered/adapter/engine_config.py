@@ -27,19 +27,20 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered.adapter import checks
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.compat import device_type, wrap_once
-from vllm_tiered.adapter.connector_name import ASIDE_KEY, CONNECTOR, CONNECTOR_MODULE
+from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.extension_points import check_extension_points
 from vllm_tiered.adapter.ffn.graphs import split_at_ffn
 from vllm_tiered.adapter.kv import full_graphs
 from vllm_tiered.adapter.replicas import REPLICAS_KEY, count_replicas
 from vllm_tiered.adapter.telemetry import endpoint
+from vllm_tiered.adapter.transfer_config import transfer_config
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import kv_sharing
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.tiered")  # inside the hierarchy that vLLM configures
@@ -126,6 +127,8 @@ def _with_kv_or_without(
 ) -> "VllmConfig":
     """Return vLLM's configuration: with our KV connector, or without where the KV part steps aside.
 
+    Connectors that the user configured stay, behind ours.
+
     Raises:
         UnsupportedError: something rules KV swapping out, and the user set it by hand.
     """
@@ -151,7 +154,8 @@ def _with_kv_or_without(
     obstacle = obstacle or checks.find_device_obstacle(Part.KV, device_type())
     if obstacle is None:
         keeps_full_graphs = full_graphs.keeps_full_graphs(config, engine_args)
-        transfer = _connector_config(keeps_full_graphs=keeps_full_graphs)
+        users = engine_args.kv_transfer_config
+        transfer = transfer_config(users, {full_graphs.KEPT: keeps_full_graphs})
         try:
             vllm_config = make(additional_config=additional, kv_transfer_config=transfer)
         except (ValueError, NotImplementedError, AssertionError) as error:
@@ -256,18 +260,6 @@ def _with_config(engine_args: "EngineArgs", config: TieredConfig) -> dict[str, A
     return {**(additional or {}), ROOT_KEY: config.to_dict()}
 
 
-def _connector_config(*, keeps_full_graphs: bool) -> "KVTransferConfig":
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={full_graphs.KEPT: keeps_full_graphs},
-    )
-
-
 @contextmanager
 def _replaced(engine_args: "EngineArgs", **fields: Any) -> Iterator[None]:
     """Set `fields` of `engine_args` while vLLM reads them, and restore the caller's object."""
@@ -304,13 +296,17 @@ def _undo_consumer_side_effects(engine_args: "EngineArgs", vllm_config: "VllmCon
     """Restore the checks of a multimodal model's inputs that vLLM drops for a KV consumer.
 
     vLLM takes any KV consumer for the decode side of a disaggregated pair, which gets embeddings
-    from the other side. So it lets clients send embeddings or leave them out. We are no such pair.
+    from the other side. So it lets clients send embeddings or leave them out. We are no such pair,
+    unless the user has configured one.
     """
     model_config = vllm_config.model_config
     multimodal = model_config.multimodal_config if model_config is not None else None
     if multimodal is None:
         return
     transfer = vllm_config.ec_transfer_config
+    users = engine_args.kv_transfer_config
+    if users is not None and users.is_kv_consumer:
+        return
     if transfer is None or not transfer.is_ec_consumer:
         multimodal.allow_missing_mm_embeddings = False
         multimodal.enable_mm_embeds = engine_args.enable_mm_embeds

@@ -315,6 +315,11 @@ _OVERRIDES = (
         "the KV connector",
     ),
     (
+        "vllm_tiered.adapter.kv.multi_connector.MultiConnector",
+        f"{_CONNECTOR_BASE}.KVConnectorBase_V1",
+        "the KV connector before others",
+    ),
+    (
         "vllm_tiered.adapter.telemetry.metrics.TieredStats",
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorStats",
         "the vllm:tiered_* metrics",

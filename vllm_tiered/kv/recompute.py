@@ -96,6 +96,10 @@ class RecomputeLog:
         self._times.update(request_ids)
         return {name for name in request_ids if self._times[name] > MAX_RECOMPUTES}
 
+    def has(self, request_id: str) -> bool:
+        """Return whether a live request was recomputed."""
+        return request_id in self._times
+
     def end(self, request_id: str) -> None:
         """Remove a request that ended."""
         self._times.pop(request_id, None)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
 from vllm_tiered.adapter.checks.conditions import above_one, any_of, is_set
+from vllm_tiered.adapter.checks.other_connectors import find_other_connector
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -13,13 +14,6 @@ if TYPE_CHECKING:
 def check_engine_args(part: Part, engine_args: "EngineArgs") -> None:
     """Raise UnsupportedError if an argument rules `part` out."""
     raise_first_conflict(ENGINE_ARGS_CHECKS, part, engine_args)
-
-
-def _find_other_connector(engine_args: Any) -> str | None:
-    transfer = engine_args.kv_transfer_config
-    if transfer is None:
-        return None
-    return f"--kv-transfer-config with kv_connector={transfer.kv_connector}"
 
 
 def _find_encode_only(engine_args: Any) -> str | None:
@@ -49,10 +43,12 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
         feature="other_kv_connector",
         kind="option",
-        find=_find_other_connector,
+        find=find_other_connector,
         conflicts={
             Part.KV: Conflict(
-                reason="vLLM runs one KV connector, and vllm-tiered is one",
+                reason="KV pages move from step to step, so beside vllm-tiered run only KV "
+                "connectors that copy in save_kv_layer and start_load_kv, on the CPU and without "
+                "speculative decoding",
                 remedy="leave out --kv-transfer-config",
             ),
         },
@@ -63,7 +59,8 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         find=is_set(kv_offloading_size="--kv-offloading-size"),
         conflicts={
             Part.KV: Conflict(
-                reason="it selects another KV connector, and vllm-tiered is one",
+                reason="it selects a KV connector that keeps the KV cache's addresses and moves "
+                "blocks between steps, and pages move from step to step",
                 remedy="leave it out; far memory is set with --tiered-config.kv.far_gib",
             ),
         },

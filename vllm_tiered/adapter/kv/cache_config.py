@@ -185,6 +185,7 @@ def tiered_kv_cache_configs(
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts.draft_layers)
     obstacle = obstacle or find_stage_obstacle(vllm_config, roomy)
+    obstacle = obstacle or obstacles.find_connector_obstacle(vllm_config, roomy)
     if obstacle is not None:
         return leave_to_vllm(obstacle)
     groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers)

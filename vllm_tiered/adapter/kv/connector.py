@@ -256,6 +256,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
+    def worker_side(self) -> TieredWorker | None:
+        """The worker side; None in the scheduler, or if no layer is ever offloaded."""
+        return self._worker
+
+    @property
     def recent_steps(self) -> RecentSteps:
         assert self._scheduler is not None
         return self._scheduler.recent

@@ -46,25 +46,24 @@ def _handle_invalid_blocks(
     """Recompute requests that used lost blocks; return those whose output is invalid."""
     from vllm.v1.request import RequestStatus
 
-    from vllm_tiered.adapter.kv.connector import TieredConnector
+    from vllm_tiered.adapter.kv.multi_connector import find_tiered
 
-    if not isinstance(scheduler.connector, TieredConnector):
+    connector = find_tiered(scheduler.connector)
+    if connector is None or connector.recomputes is None:
         result: set[str] = original(scheduler, invalid_block_ids, num_scheduled_tokens)
         return result
-    recent = scheduler.connector.recent_steps
+    recent, recomputes = connector.recent_steps, connector.recomputes
     scheduler.kv_cache_manager.evict_blocks(
-        invalid_block_ids | recent.written_blocks() | scheduler.connector.resident_blocks
+        invalid_block_ids | recent.written_blocks() | connector.resident_blocks
     )
     has_hit_wrong_blocks = recent.requests_that_hit_written_blocks()
 
     def is_affected(request: Any) -> bool:
         by_group = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        block_ids = by_group[scheduler.connector.group_index]
+        block_ids = by_group[connector.group_index]
         is_hit = request.request_id in has_hit_wrong_blocks
         return is_hit or not invalid_block_ids.isdisjoint(block_ids)
 
-    recomputes = scheduler.connector.recomputes
-    assert recomputes is not None, "blocks are lost where layers are far"
     sessions = [
         request
         for request in scheduler.kv_holding_waiting
@@ -78,11 +77,12 @@ def _handle_invalid_blocks(
     affected = [request for request in scheduler.running if is_affected(request)]
     _preempt(scheduler, affected)
     affected_ids = {request.request_id for request in affected}
-    scheduler.connector.recomputed(affected_ids | {session.request_id for session in sessions})
+    connector.recomputed(affected_ids | {session.request_id for session in sessions})
     logger.warning(
-        "tiered kv: %d blocks did not come back intact from the far tier: %d requests are "
+        "tiered kv: %d blocks did not come back intact from the far tier%s: %d requests are "
         "computed anew",
         len(invalid_block_ids),
+        "" if connector is scheduler.connector else " or from another KV connector",
         len(affected) + len(sessions),
     )
     return affected_ids
@@ -90,11 +90,12 @@ def _handle_invalid_blocks(
 
 def _update_request_as_session(original: Any, scheduler: Any, session: Any, update: Any) -> None:
     """Start a postponed session over when its next input comes."""
-    from vllm_tiered.adapter.kv.connector import TieredConnector
+    from vllm_tiered.adapter.kv.multi_connector import find_tiered
 
     original(scheduler, session, update)
-    if isinstance(scheduler.connector, TieredConnector):
-        recomputes = scheduler.connector.recomputes
+    connector = find_tiered(scheduler.connector)
+    if connector is not None:
+        recomputes = connector.recomputes
         if recomputes is not None and session.request_id in recomputes.postponed:
             recomputes.postponed.remove(session.request_id)
             _start_over(scheduler, session)
@@ -104,11 +105,11 @@ def _update_from_output(
     original: Any, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Give up a failed storage tier after the step, and end the requests that cannot be served."""
-    from vllm_tiered.adapter.kv.connector import TieredConnector
+    from vllm_tiered.adapter.kv.multi_connector import find_tiered
 
     outputs = original(scheduler, scheduler_output, *args, **kwargs)
-    connector = scheduler.connector
-    ours = connector.scheduler_side if isinstance(connector, TieredConnector) else None
+    connector = find_tiered(scheduler.connector)
+    ours = None if connector is None else connector.scheduler_side
     if ours is not None:
         ours.end_step(scheduler_output)
     if ours is not None and ours.must_give_up_storage:

@@ -22,6 +22,7 @@ from vllm_tiered.adapter.kv.groups import (
     stays_near,
 )
 from vllm_tiered.adapter.kv.plan import tiered_config
+from vllm_tiered.adapter.transfer_config import other_connectors
 from vllm_tiered.errors import UnsupportedError
 
 WORKER_METHOD = "tiered_model_facts"
@@ -188,6 +189,22 @@ def find_plan_obstacle(
                 )
             if any(specs_by_name[name].block_size != spec.block_size for name in group.layer_names):
                 return "vLLM has made the blocks of some layers larger, to give all pages one size"
+    return None
+
+
+def find_connector_obstacle(vllm_config: Any, kv_cache_configs: list[Any]) -> str | None:
+    """Return why the planned KV caches cannot be swapped beside another KV connector, if any."""
+    others = other_connectors(vllm_config.kv_transfer_config)
+    if others and vllm_config.use_v2_model_runner:
+        return (
+            f"beside another KV connector ({', '.join(others)}) pages are swapped under vLLM's "
+            "first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+        )
+    if others and any(len(config.kv_cache_groups) > 1 for config in kv_cache_configs):
+        return (
+            f"beside another KV connector ({', '.join(others)}) only models are swapped whose "
+            "layers all keep the same blocks"
+        )
     return None
 
 

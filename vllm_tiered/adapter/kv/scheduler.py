@@ -7,9 +7,10 @@ import inspect
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
@@ -30,7 +31,7 @@ from vllm_tiered.kv.layout import KvLevels
 from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.state_columns import StateColumns
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+from vllm_tiered.kv.step_plan import NO_BLOCKS, BlockIds, ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
 
 logger = logging.getLogger("vllm.tiered")
@@ -42,10 +43,12 @@ class TieredMetadata(KVConnectorMetadata):
 
     Attributes:
         planning_seconds: the time that planning took.
+        loaded: blocks that another KV connector loads for the step, which count as written by it.
     """
 
     plan: StepPlan
     planning_seconds: float = 0.0
+    loaded: BlockIds = field(default_factory=lambda: NO_BLOCKS)
 
 
 class TieredScheduler:
@@ -120,6 +123,8 @@ class TieredScheduler:
         self._streak = DecodeStreak()
         self._drafts = drafts
         self._num_tokens = 0  # output tokens of the step that is being planned
+        self._external_tokens: dict[str, int] = {}  # that another connector will load
+        self._loaded: list[int] = []  # the blocks of these in the step that is being planned
         self._reported_changes = 0
         self.recomputes = RecomputeLog()
         self.recent = RecentSteps(
@@ -219,7 +224,9 @@ class TieredScheduler:
         self.recent.add(step, requests)
         if self.elastic.resident.columns:
             name_columns(scheduler_output, self._groups.resident, self.elastic.resident.columns)
-        return TieredMetadata(step, planning_seconds=time.perf_counter() - start)
+        loaded = np.array(self._loaded, dtype=np.int64) if self._loaded else NO_BLOCKS
+        self._loaded = []
+        return TieredMetadata(step, time.perf_counter() - start, loaded)
 
     def _with_prefixes(
         self, step: StepPlan, released: Sequence[int] = (), reserved: Sequence[int] = ()
@@ -233,6 +240,18 @@ class TieredScheduler:
         """Record that the outcome of this step is known."""
         if self._drafts:
             self._drafts.end_step(scheduler_output)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a block holds."""
+        return self._plan.geometry.block_tokens
+
+    def load_elsewhere(self, request_id: str, num_tokens: int) -> None:
+        """Record that another KV connector loads so many tokens in the request's next step.
+
+        They are whole blocks, behind those of vLLM's own prefix cache.
+        """
+        self._external_tokens[request_id] = num_tokens
 
     def begin_request(self, request: Any) -> None:
         """Track a request that arrived."""
@@ -467,6 +486,11 @@ class TieredScheduler:
         scheduled: Mapping[str, int],
     ) -> ScheduledRequest:
         counts = computed_tokens, scheduled[request_id], 0
+        if external := self._external_tokens.pop(request_id, 0):
+            # The step writes these blocks too: they are near first, and become far as it ends.
+            counts = computed_tokens - external, counts[1] + external, 0
+            ends = (tokens // self.block_tokens for tokens in (counts[0], computed_tokens))
+            self._loaded += block_ids[slice(*ends)]
         if self._drafts:
             counts = self._drafts.split(request_id, *counts[:2], restarts=restarts)
         request = ScheduledRequest(request_id, block_ids, restarts, *counts)

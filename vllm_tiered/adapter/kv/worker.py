@@ -14,6 +14,7 @@ import torch
 from vllm_tiered.adapter.checks import Part
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.kv import draft_steps
+from vllm_tiered.adapter.kv.block_views import BlockViews
 from vllm_tiered.adapter.kv.device_translation import make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
@@ -27,6 +28,7 @@ from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
+from vllm_tiered.kv.block_order import BlockOrderedPages
 from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.step_plan import StepPlan
@@ -51,6 +53,8 @@ class TieredWorker:
     Attributes:
         full_graphs: the whole-step graphs that must be removed before a page moves; None without
             CUDA graphs.
+        after_wait: is called with a layer's name when its pages are there, before its attention;
+            None without another KV connector.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class TieredWorker:
         self._device = make_device()
         self.swapper: Swapper
         self.full_graphs: FullGraphs | None = None
+        self.after_wait: Callable[[str], None] | None = None
+        self._near: PageBuffer
         self._translator: GroupTranslator | None = None
         self._drafter_translator: LayerTranslator | None = None
         self._drafter_step = 0  # the step that it has translated last
@@ -131,10 +137,11 @@ class TieredWorker:
             "kv_storage_bytes": storage_bytes * self._world_size,
         }
         near = view.new_empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+        self._near = PageBuffer(near.view(near_pages, geometry.page_bytes))
         self.swapper = Swapper(
             order=self._plan.order,
             num_blocks=self._plan.num_blocks,
-            near=PageBuffer(near.view(near_pages, geometry.page_bytes)),
+            near=self._near,
             device=self._device,
             offloadable_layers=self._plan.offloadable_layers,
             homes=homes,
@@ -228,6 +235,11 @@ class TieredWorker:
             if not self._translates:
                 pool = pool[row * own_pages : (row + 1) * own_pages]
             self._layers[name].kv_cache = pool
+
+    def open_block_views(self) -> BlockViews:
+        """Return the layers' tensors in the order of block ids, for other KV connectors."""
+        pages = BlockOrderedPages(self.swapper.table, self._near)
+        return BlockViews(pages, self._layers, self._row_of, self._pool_views)
 
     def stays_as_vllm(self, plan: StepPlan) -> bool:
         """Return whether a step with this plan needs no translation."""
@@ -330,6 +342,8 @@ class TieredWorker:
             self._traced_wait(self._names.index(layer_name))
         elif layer is not None and is_awaited and waits_here:
             self._wait(layer)
+        if self.after_wait is not None:
+            self.after_wait(layer_name)
 
     def layer_done(self, layer_name: str) -> None:
         """Release the layer's staging buffer; its attention is queued."""

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from vllm_tiered.adapter.connector_name import CONNECTOR
 from vllm_tiered.adapter.telemetry import metrics
 from vllm_tiered.adapter.telemetry.figures import COUNTER_METRICS, PART_ACTIVE, PREFIX
 from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
+from vllm_tiered.adapter.transfer_config import has_tiered_connector
 from vllm_tiered.config import ROOT_KEY
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def open_scraped(engine_client: Any, monitor: EngineMonitor) -> Scraped | None:
     return Scraped(
         monitor,
         str(vllm_config.model_config.served_model_name),
-        has_connector=getattr(vllm_config.kv_transfer_config, "kv_connector", None) == CONNECTOR,
+        has_connector=has_tiered_connector(vllm_config.kv_transfer_config),
     )
 
 
