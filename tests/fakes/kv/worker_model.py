@@ -17,7 +17,7 @@ from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fakes.kv.request_model import Part, Step
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageIds, Pages, link_bytes
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder
@@ -46,8 +46,14 @@ class CountedDevice(Device):
         self.submitted = dict.fromkeys(Direction, 0)
         self.far: PageBuffer | None = None
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        self.far = self.inner.far_buffer(num_pages, page_bytes, verify)
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        self.far = self.inner.far_buffer(num_pages, page_bytes, verify, codec)
         assert self.far.words is not None
         self.far.words[:] = NEVER_WRITTEN
         return self.far
@@ -61,7 +67,7 @@ class CountedDevice(Device):
         dst_pages: Pages,
     ) -> CountedCopy:
         copy = self.inner.prepare(direction, src, src_pages, dst, dst_pages)
-        return CountedCopy(direction, len(src_pages) * src.page_bytes, copy)
+        return CountedCopy(direction, len(src_pages) * link_bytes(src, dst), copy)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         assert isinstance(copy, CountedCopy)

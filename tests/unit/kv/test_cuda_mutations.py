@@ -183,8 +183,14 @@ def test_the_host_never_waits_for_the_gpu(monkeypatch):
 class CheckedDevice(SimulatedCudaDevice):
     """Device whose far pages all have checksums, so that copy threads move them."""
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        return super().far_buffer(num_pages, page_bytes, "full")
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        return super().far_buffer(num_pages, page_bytes, "full", codec)
 
 
 def run_bounced(num_seeds: int) -> None:

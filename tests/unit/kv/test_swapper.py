@@ -34,8 +34,14 @@ class LoggingDevice(SimulatedDevice):
         self._num_blocks = num_blocks
         self._far_start = 0
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        far = super().far_buffer(num_pages, page_bytes)
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        far = super().far_buffer(num_pages, page_bytes, codec=codec)
         self._far_start = far.data.data_ptr()
         return far
 
