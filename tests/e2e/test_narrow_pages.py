@@ -18,7 +18,6 @@ from tests.fakes import page_witness
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.kv import worker
 from vllm_tiered.devices.narrow_pages import NarrowCodec
-from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import UnsupportedError
 
 MIB = 1 << 20
@@ -91,18 +90,21 @@ def test_pages_in_a_file(witness, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_the_witness_notices_a_page_that_is_not_rounded(witness, monkeypatch) -> None:
+def test_the_witness_notices_a_page_that_is_not_rounded(
+    witness, force_far_layers, monkeypatch
+) -> None:
     """The tests above depend on this."""
     decode = NarrowCodec.decode
 
     def damaged(self, far, far_ids, near, near_ids):
         decode(self, far, far_ids, near, near_ids)
-        near[near_ids[:1], 0] ^= 1
+        if self._kernels is not None:  # the witness's codec is the reference
+            near[near_ids[:1], 0] ^= 1
 
     monkeypatch.setattr(NarrowCodec, "decode", damaged)
-    monkeypatch.setattr(PageBuffer, "discard", lambda *args: 0)
+    force_far_layers(2)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
-        run("deep", PROMPTS, {"far_dtype": "int8", "expansion": 2.0}, kv_cache_memory_bytes=64 * MIB)
+        run("llama3", PROMPTS, {"far_dtype": "int8"}, kv_cache_memory_bytes=3 * MIB)
 
 
 def test_a_narrow_kv_cache_is_refused(monkeypatch) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.halved_pages import HalvedPages
 from tests.fakes.kv.request_model import Part, Step
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
@@ -129,6 +130,7 @@ class WorkerModel:
         window_tokens: int = 0,
         has_states: bool = False,
         num_slots: int | None = None,
+        codec: HalvedPages | None = None,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -144,7 +146,10 @@ class WorkerModel:
             orders=orders,
             released=released,
             num_slots=num_slots,
+            codec=codec,
         )
+        self._codec = codec
+        self._far_page_bytes = geometry.page_bytes if codec is None else codec.far_bytes
         shape = (num_blocks, geometry.block_tokens)
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
@@ -203,17 +208,20 @@ class WorkerModel:
     def check_far(self, blocks: Sequence[int]) -> None:
         """Check that full ``blocks`` are far in every offloaded layer; call it after ``close``."""
         for layer in self.swapper.order.offloaded:
-            far_region = self.swapper.far.far_region(layer).words
-            assert far_region is not None
             slots = self.swapper.far.slots_of(np.array(blocks, dtype=np.int64))
-            np.testing.assert_array_equal(far_region[slots], self.truth[layer, blocks])
+            np.testing.assert_array_equal(self._far_values(layer, slots), self.truth[layer, blocks])
 
     def check_kept(self, slot: int, tag: int) -> None:
         """Check that a slot has the content of this tag in every layer; call it after ``close``."""
         for layer in range(self._geometry.num_layers):
-            far_region = self.swapper.far.far_region(layer).words
-            assert far_region is not None
-            np.testing.assert_array_equal(far_region[slot], self.kept_truth[tag][layer])
+            values = self._far_values(layer, np.array([slot]))
+            np.testing.assert_array_equal(values[0], self.kept_truth[tag][layer])
+
+    def _far_values(self, layer: int, slots: PageIds) -> "np.ndarray":
+        words = self.swapper.far.far_region(layer).words
+        assert words is not None
+        found = words[slots]
+        return found if self._codec is None else self._codec.values_of(found)
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
         """Check that the layout is as predicted; vLLM's must hold for the replay of a graph."""
@@ -358,7 +366,7 @@ class WorkerModel:
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
             filled += part.blocks[first : part.kept_end // block_tokens]
         assert len(set(filled)) == len(filled)
-        per_block = len(order.offloaded) * self._geometry.page_bytes
+        per_block = len(order.offloaded) * self._far_page_bytes
         num_read, num_written = len(read - touched), len(filled)
         if not self._geometry.partial_blocks_resident:
             num_read += len(extended)
