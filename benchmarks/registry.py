@@ -77,7 +77,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="kv_narrow",
-            summary="far KV pages in 8 bits: quality of the output, and speed by the link's bandwidth",
+            summary="far KV pages in 8 bits: quality of the output, and speed by bandwidth",
             module="benchmarks.suites.kv.narrow",
         ),
         Benchmark(

@@ -4,7 +4,8 @@
 It reads JSON lines from one pipe and answers each with one JSON line on the other, so that vLLM's
 own output does not interfere. The first line is an EngineSpec, answered when the engine is up. Each
 further line is a list of requests to run as one round, {"link_bytes_per_s": number} to change the
-speed of a throttled link, or {"score": texts} for how well their tokens are foreseen. The end of the input ends the process.
+speed of a throttled link, or {"score": texts} for how well their tokens are foreseen. The end of
+the input ends the process.
 
 An exception is answered as {"error": traceback} and ends the process.
 """

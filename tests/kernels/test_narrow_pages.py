@@ -20,9 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 )
 def test_pages_equal_the_reference(num_elements, element, code, device):
     dtype = getattr(torch, element)
-    page_format = PageFormat(
-        element=element, code=code, near_bytes=num_elements * dtype.itemsize
-    )
+    page_format = PageFormat(element=element, code=code, near_bytes=num_elements * dtype.itemsize)
     near_PE = many_kinds_of_pages(18, num_elements, dtype).to(device)
     near_ids = torch.randperm(18)[:15].to(device)
     far_ids = torch.randperm(20)[:15].to(device)

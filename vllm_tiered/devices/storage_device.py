@@ -27,9 +27,7 @@ class StorageDevice(Device):
         codec: PageCodec | None = None,
         deadline_seconds: float = 10.0,
     ) -> PageBuffer:
-        file = PageFile(
-            path, num_pages, page_bytes, codec=codec, deadline_seconds=deadline_seconds
-        )
+        file = PageFile(path, num_pages, page_bytes, codec=codec, deadline_seconds=deadline_seconds)
         return self._keep_store(file.buffer())
 
     def page_errors(self) -> dict[PageError, int]:

@@ -16,9 +16,9 @@ from xxhash import xxh3_64_intdigest
 
 from vllm_tiered.devices.pages import (
     PageBuffer,
+    PageCodec,
     PageError,
     PageIds,
-    PageCodec,
     Pages,
     PageStore,
     Words,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Narrow far pages (`kv.far_dtype`) against far pages as they are: what they cost and what they give.
+"""Narrow far pages (`kv.far_dtype`): their quality, and their speed by the link's bandwidth.
 
 *Quality.* All layers but one are far, and real conversations are scored: the model gives each token
 of a text a probability, and the perplexity follows from these. Prompts are computed in short

@@ -19,7 +19,7 @@ from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.queue import CopyQueue
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageCodec
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner, PagePool
 

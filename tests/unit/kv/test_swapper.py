@@ -14,7 +14,7 @@ import torch
 from tests.fakes.kv.simulated_device import PreparedCopy, SimulatedDevice
 from tests.fakes.kv.step_plans import plan_of
 from vllm_tiered.devices.base import Copy, Direction, Event
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageCodec
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES

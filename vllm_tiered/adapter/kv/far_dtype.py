@@ -39,9 +39,7 @@ def check_elements(kv: KvConfig, spec: Any) -> None:
     if kv.far_dtype == "auto":
         return
     if spec.kv_quant_mode or _name(spec.dtype) not in _ELEMENTS:
-        raise _refusal(
-            kv, f"the KV cache is narrow itself: {_name(spec.dtype)} (--kv-cache-dtype)"
-        )
+        raise _refusal(kv, f"the KV cache is narrow itself: {_name(spec.dtype)} (--kv-cache-dtype)")
     dense = spec.head_size + spec.head_size_v
     if getattr(spec, "state_content_bytes", None) not in (None, dense * spec.dtype.itemsize):
         raise _refusal(kv, "the attention backend packs other things than floats into KV pages")
