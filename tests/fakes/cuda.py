@@ -88,7 +88,7 @@ class SimulatedCuda(Runtime):
         self.haste = haste
         self.failures: dict[int, Exception] = {}  # by number of the launch that raises it
         self.refuses_to_pin = False
-        self.num_launches = {"kernel": 0, "engine": 0, "conversion": 0}
+        self.num_launches = {"kernel": 0, "engine": 0}
         self.pinned: dict[int, int] = {}
         self.compiled_for: set[int] = set()  # page sizes in words
         self.num_rerecorded = 0
@@ -182,7 +182,7 @@ class SimulatedCuda(Runtime):
         dst_ids: torch.Tensor,
         codec: PageCodec,
     ) -> None:
-        self._begin_launch("conversion", src_PW, dst_PW)
+        self._begin_launch("kernel", src_PW, dst_PW)
         for ids in (src_ids, dst_ids):
             assert self._is_pinned(ids) and ids.data_ptr() % 16 == 0, "ids"
         sizes = 4 * src_PW.shape[1], 4 * dst_PW.shape[1]
