@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.harness.jobs import Score
 from benchmarks.suites.kv import narrow
+from benchmarks.suites.kv.summary import BASELINE
 from tests.fixtures.rounds import make_round
 
 QUICK = narrow.PROFILES["quick"]
@@ -27,7 +28,7 @@ def test_quality_is_compared_token_by_token():
 
 def test_ratios_are_those_of_rounds():
     rounds = {
-        narrow.BASELINE: [make_round(narrow.BASELINE, seconds=2.0, tiered=False)],
+        BASELINE: [make_round(BASELINE, seconds=2.0, tiered=False)],
         "auto": [make_round("auto", seconds=4.0, tiered=True, levels=[(1, 3.0)])],
         "int8": [make_round("int8", seconds=2.0, tiered=True, levels=[(1, 3.0)])],
         "fp8": [make_round("fp8", seconds=1.0, tiered=True, levels=[(1, 3.0)])],

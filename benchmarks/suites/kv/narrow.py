@@ -34,6 +34,9 @@ from benchmarks.suites.kv.summary import BASELINE
 REFERENCE = "auto"
 FAR_DTYPES = (REFERENCE, "int8", "fp8")
 
+_LEAST_TOKENS = 160
+"""Tokens of a conversation that can be counted on, on average: with fewer the texts run out."""
+
 RESULT_KEYS = (
     "throughput_ratio_vs_auto",
     "bytes_per_step_ratio",
@@ -247,16 +250,22 @@ def _quality(settings: Settings, step: Step) -> dict[str, dict[str, float]]:
 
 
 def _texts(settings: Settings) -> list[tuple[int, ...]]:
-    """Return the beginnings of real conversations with two turns or more."""
+    """Return real conversations, one behind the other, in pieces of `text_tokens`."""
+    count = settings.texts * -(-settings.text_tokens // _LEAST_TOKENS)
     requests = turn_requests(
-        settings.texts,
+        count,
         2,
         settings.seed,
         demo_model_dir(),
         longest=settings.text_tokens,
         max_output_tokens=4,
     )
-    return [request.prompt_token_ids for request in requests[settings.texts :]]
+    tokens = [token for request in requests[count:] for token in request.prompt_token_ids]
+    ends = range(settings.text_tokens, len(tokens) + 1, settings.text_tokens)
+    found = [tuple(tokens[end - settings.text_tokens : end]) for end in ends]
+    if len(found) < settings.texts:
+        raise ValueError(f"{len(found)} texts, {settings.texts} wanted: lower texts")
+    return found[: settings.texts]
 
 
 def _scoring_spec(settings: Settings, far_dtype: str) -> EngineSpec:

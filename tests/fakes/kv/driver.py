@@ -97,7 +97,7 @@ class Setup:
     def levels(self) -> KvLevels | None:
         if not self.adaptive:
             return None
-        sizes: dict[str, int] = {
+        sizes: dict[str, Any] = {
             "num_layers": self.num_layers,
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
@@ -130,7 +130,7 @@ class Setup:
         if self.levels:
             return self.levels.geometry(Level(0))
         order = self.order
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_layers": self.num_layers,
             "num_resident": len(order.resident),
             "num_staging_buffers": order.num_staging_buffers,

@@ -2,6 +2,7 @@
 """Narrow pages: how far they are from what they stand for, and copies that convert them."""
 
 import random
+from typing import Any
 
 import hypothesis.extra.numpy as st_numpy
 import hypothesis.strategies as st
@@ -30,7 +31,7 @@ USABLE = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), native.LIBRA
 """The libraries that this processor can run."""
 
 
-def format_of(num_elements: int, element: str, code: str) -> PageFormat:
+def format_of(num_elements: int, element: Any, code: Any) -> PageFormat:
     size = getattr(torch, element).itemsize
     return PageFormat(element=element, code=code, near_bytes=num_elements * size)
 
@@ -57,7 +58,9 @@ def bounds(x: np.ndarray, element: str, code: str) -> np.ndarray:
     else:
         error = np.maximum(np.abs(x) * 2.0**-4, top / 448 * 2.0**-10) * 1.01
     smallest = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-25}[element]
-    return error + np.maximum((np.abs(x) + error) * ROUNDING[element] * 1.01, smallest) + 2.0**-100
+    rounding = np.maximum((np.abs(x) + error) * ROUNDING[element] * 1.01, smallest)
+    found: np.ndarray = error + rounding + 2.0**-100
+    return found
 
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=32)
