@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one thing pyproject.toml cannot say: C++ sources, of the products with neurons and with
-4-bit experts (one library for each instruction set) and of the thread that prefetches.
+4-bit experts and of the conversion of KV pages (one library for each instruction set), and of the
+thread that prefetches.
 
 Optional: without a compiler everything installs, and torch and Python do what they would, slowly.
 """

@@ -76,6 +76,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.kv.groups",
         ),
         Benchmark(
+            name="kv_narrow",
+            summary="far KV pages in 8 bits: quality of the output, and speed by bandwidth",
+            module="benchmarks.suites.kv.narrow",
+        ),
+        Benchmark(
             name="kv_prefix",
             summary="prefixes that have left near memory: conversations and questions on texts",
             module="benchmarks.suites.kv.prefix",

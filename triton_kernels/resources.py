@@ -25,6 +25,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kernels.dequant_linear.kernel import VARIANTS as DEQUANT_LINEAR
 from vllm_tiered.kernels.expert_slots.kernel import VARIANTS as EXPERT_SLOTS
 from vllm_tiered.kernels.kv_pages.kernel import VARIANTS as KV_PAGES
+from vllm_tiered.kernels.kv_pages.narrow_kernel import VARIANTS as NARROW_PAGES
 from vllm_tiered.kernels.l2_prefetch.kernel import VARIANTS as L2_PREFETCH
 from vllm_tiered.kernels.neuron_cache.kernel import VARIANTS as NEURON_CACHE
 from vllm_tiered.kernels.neuron_ffn.batch_kernel import VARIANTS as NEURON_FFN_BATCH
@@ -36,6 +37,7 @@ VARIANTS: tuple[Variant, ...] = (
     *DEQUANT_LINEAR,
     *EXPERT_SLOTS,
     *KV_PAGES,
+    *NARROW_PAGES,
     *L2_PREFETCH,
     *NEURON_CACHE,
     *NEURON_FFN,

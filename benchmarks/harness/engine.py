@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.harness import damage, integrity
 from benchmarks.harness.background_copier import Copier
-from benchmarks.harness.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult
+from benchmarks.harness.jobs import EngineSpec, ExpansionAt, RequestTimes, RoundResult, Score
 from benchmarks.harness.summary import COPIED_BYTES
 from benchmarks.inputs.workload import Request
 from vllm_tiered.adapter.telemetry import figures
@@ -128,6 +128,22 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         integrity_checks=integrity.num_checks(),
         damaged_pages=damage.num_damaged(),
         num_descriptors=psutil.Process().num_fds(),
+    )
+
+
+def score(llm: Any, text: Sequence[int]) -> Score:
+    """Return how the engine foresees the tokens of a text."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    request = {"prompt_token_ids": list(text)}
+    (output,) = llm.generate([request], sampling, use_tqdm=False)
+    entries = output.prompt_logprobs[1:]  # the first token has none
+    return Score(
+        logprobs=[entry[token].logprob for entry, token in zip(entries, text[1:], strict=True)],
+        likeliest=[
+            next(token for token, one in entry.items() if one.rank == 1) for entry in entries
+        ],
     )
 
 

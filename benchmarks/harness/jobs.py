@@ -27,7 +27,9 @@ class EngineSpec:
     `random_weights` needs no more than a config.json in the folder. `cpus` are those of the compute
     threads, as in vLLM's VLLM_CPU_OMP_THREADS_BIND ("" leaves them to vLLM). `weights_per_s` and
     `link_bytes_per_s` hold matmuls and far weights to a speed (0: not held), see
-    `benchmarks.harness.throttled_engine`; with `is_timed` the sublayers are timed. `threads` is the
+    `benchmarks.harness.throttled_engine`; with `is_timed` the sublayers are timed.
+    `kv_link_bytes_per_s` holds the copies of KV pages to a speed, each direction on its own (0: not
+    held). `threads` is the
     number of compute threads (0: one per core). `engine_args` are further arguments of vLLM's, and
     override what follows from the others.
     """
@@ -50,12 +52,26 @@ class EngineSpec:
     is_timed: bool = False
     weights_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    kv_link_bytes_per_s: float = 0.0
     threads: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a dict has none
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """How an engine foresaw the tokens of one text, from the second one on.
+
+    Attributes:
+        logprobs: natural logarithms of the probabilities it gave to them.
+        likeliest: the tokens to which it gave the highest.
+    """
+
+    logprobs: Sequence[float]
+    likeliest: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from benchmarks.harness.cache import REPO_ROOT
-from benchmarks.harness.jobs import RESET, EngineSpec, RoundResult, request_to_json
+from benchmarks.harness.jobs import RESET, EngineSpec, RoundResult, Score, request_to_json
 from benchmarks.harness.progress import Step
 from benchmarks.harness.summary import count_equal
 from benchmarks.inputs.workload import Request
@@ -98,6 +98,11 @@ class EngineProcess:
         """Empty the prefix cache. Raises as `run` does."""
         self._send(RESET)
         self._receive(_START_TIMEOUT_S)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Score]:
+        """Return how the engine foresees the tokens of each text. Raises as `run` does."""
+        self._send({"score": [list(text) for text in texts]})
+        return [Score(**entry) for entry in self._receive(_ROUND_TIMEOUT_S)["scores"]]
 
     def set_link(self, bytes_per_s: float) -> None:
         """Change the speed of a throttled engine's link. Raises as `run` does."""

@@ -104,6 +104,21 @@ class ThrottledEngine:
         return replace(result, counters=counters)
 
 
+def throttle_kv_link(bytes_per_s: float) -> None:
+    """Hold the KV copies of engines started from now on to a speed, each direction on its own."""
+    from vllm_tiered.adapter import device
+    from vllm_tiered.adapter.kv import worker
+    from vllm_tiered.devices.base import Direction
+    from vllm_tiered.devices.cpu import CpuDevice
+    from vllm_tiered.devices.throttle import Throttle
+
+    def make_device() -> CpuDevice:
+        throttles = {direction: Throttle(bytes_per_s) for direction in Direction}
+        return CpuDevice(cpus=device.process_cpus(), throttles=throttles)
+
+    worker.make_device = make_device
+
+
 class SublayerClock:
     """Hooks on the layers' matmuls that time each sublayer and hold each matmul to its least time.
 

@@ -3,8 +3,9 @@
 
 It reads JSON lines from one pipe and answers each with one JSON line on the other, so that vLLM's
 own output does not interfere. The first line is an EngineSpec, answered when the engine is up. Each
-further line is a list of requests to run as one round, or {"link_bytes_per_s": number} to change
-the speed of a throttled link. The end of the input ends the process.
+further line is a list of requests to run as one round, {"link_bytes_per_s": number} to change the
+speed of a throttled link, or {"score": texts} for how well their tokens are foreseen. The end of
+the input ends the process.
 
 An exception is answered as {"error": traceback} and ends the process.
 """
@@ -16,6 +17,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks.harness.jobs import RESET, EngineSpec, request_from_json
@@ -37,13 +39,16 @@ def main(read_fd: int, write_fd: int) -> int:
 
 def _serve(jobs: IO[str], answers: IO[str]) -> None:
     from benchmarks.harness import damage, integrity
-    from benchmarks.harness.engine import reset_prefix_cache, run_round, start_engine
+    from benchmarks.harness.engine import reset_prefix_cache, run_round, score, start_engine
+    from benchmarks.harness.throttled_engine import throttle_kv_link
 
     spec = EngineSpec(**json.loads(jobs.readline()))
     if spec.checks_integrity:
         integrity.install()
     if spec.damaged_reads:
         damage.install(spec.damaged_reads, seed=0)
+    if spec.kv_link_bytes_per_s and spec.tiered is not None:
+        throttle_kv_link(spec.kv_link_bytes_per_s)
     throttled = _throttled_engine(spec)
     start = time.perf_counter()
     llm = start_engine(spec)
@@ -55,6 +60,9 @@ def _serve(jobs: IO[str], answers: IO[str]) -> None:
         if job == RESET:
             reset_prefix_cache(llm)
             _answer(answers, {})
+            continue
+        if isinstance(job, dict) and "score" in job:
+            _answer(answers, {"scores": [asdict(score(llm, text)) for text in job["score"]]})
             continue
         if throttled and isinstance(job, dict):
             throttled.set_link(job["link_bytes_per_s"])

@@ -25,7 +25,7 @@ import torch
 
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.runtime import Runtime
-from vllm_tiered.devices.pages import PageBuffer, PageIds
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageIds
 
 POISON = -1  # all bits set: a NaN, and no test stores it
 
@@ -173,9 +173,31 @@ class SimulatedCuda(Runtime):
         uses = tuple(span(tensor) for tensor in (src_PW, src_ids, dst_PW, dst_ids))
         self._enqueue(stream, Operation(pieces, uses=uses))
 
-    def compile_for(self, pages_PW: torch.Tensor) -> None:
-        assert self._is_pinned(pages_PW) and pages_PW.data_ptr() % 16 == 0
-        self.compiled_for.add(pages_PW.shape[1])
+    def convert_pages(
+        self,
+        stream: FakeStream,
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+        codec: PageCodec,
+    ) -> None:
+        self._begin_launch("kernel", src_PW, dst_PW)
+        for ids in (src_ids, dst_ids):
+            assert self._is_pinned(ids) and ids.data_ptr() % 16 == 0, "ids"
+        sizes = 4 * src_PW.shape[1], 4 * dst_PW.shape[1]
+        decodes = sizes == (codec.far_bytes, codec.near_bytes)
+        assert decodes or sizes == (codec.near_bytes, codec.far_bytes)
+        convert = codec.decode if decodes else codec.encode
+        pieces = self._page_pieces(
+            src_PW.numpy(), src_ids.numpy(), dst_PW.numpy(), dst_ids.numpy(), convert
+        )
+        uses = tuple(span(tensor) for tensor in (src_PW, src_ids, dst_PW, dst_ids))
+        self._enqueue(stream, Operation(pieces, uses=uses))
+
+    def compile_for(self, far_PW: torch.Tensor, codec: PageCodec | None = None) -> None:
+        assert self._is_pinned(far_PW) and far_PW.data_ptr() % 16 == 0
+        self.compiled_for.add(far_PW.shape[1])
 
     # Called by tests ------------------------------------------------------------------------
 
@@ -256,6 +278,7 @@ class SimulatedCuda(Runtime):
         src_ids: "np.ndarray[Any, Any]",
         dst: "np.ndarray[Any, Any]",
         dst_ids: "np.ndarray[Any, Any]",
+        convert: Callable[..., None] | None = None,
     ) -> Iterator[None]:
         """Poison the targets, then copy the pages in two parts; each part reads its ids again."""
         for ids, pages in ((src_ids, src), (dst_ids, dst)):
@@ -264,7 +287,11 @@ class SimulatedCuda(Runtime):
         dst[dst_ids] = POISON
         yield
         for part in random_order(self.rng, slice(cut), slice(cut, None)):
-            dst[dst_ids[part]] = src[src_ids[part]]
+            if convert is None:
+                dst[dst_ids[part]] = src[src_ids[part]]
+            else:
+                words = src.view(np.int64), dst.view(np.int64)
+                convert(words[0], src_ids[part], words[1], dst_ids[part])
             yield
 
     def _run_pieces(

@@ -18,6 +18,7 @@ from vllm_tiered.kernels.expert_slots import api as expert_slots
 from vllm_tiered.kernels.expert_slots.index import empty_index as empty_slots
 from vllm_tiered.kernels.expert_slots.index import empty_plan
 from vllm_tiered.kernels.kv_pages import api as kv_pages
+from vllm_tiered.kernels.kv_pages.narrow import convert_pages
 from vllm_tiered.kernels.l2_prefetch import api as l2_prefetch
 from vllm_tiered.kernels.neuron_cache import api as neuron_cache
 from vllm_tiered.kernels.neuron_cache.index import empty_index
@@ -202,6 +203,20 @@ def expert_calls() -> Iterator[Callable[[], object]]:
 def page_calls() -> Iterator[Callable[[], object]]:
     pages, ids = torch.empty((64, 8192), dtype=torch.int32), torch.empty(8, dtype=torch.int64)
     yield partial(kv_pages.copy_pages, pages, ids, pages, ids)
+    narrow = torch.empty((64, 4224), dtype=torch.int32)
+    for code in ("int8", "fp8"):
+        for src, dst in ((pages, narrow), (narrow, pages)):
+            page_format = {"element": "bfloat16", "code": code, "num_elements": 16384, "group": 64}
+            yield partial(
+                convert_pages,
+                src,
+                ids,
+                dst,
+                ids,
+                **page_format,
+                inverse_limit=1 / 127,
+                largest_scale=1 << 15,
+            )
     table_LB, blocks_RC = torch.empty((40, 64), dtype=torch.int32), pages[:8, :128]
     tables_LRC = torch.empty((40, 8, 128), dtype=torch.int32)
     slots_LT = torch.empty((40, 64), dtype=torch.int64)

@@ -19,6 +19,7 @@ def test_keys_and_defaults():
             "policy": "interleave",
             "tier": "far",
             "path": None,
+            "far_dtype": "auto",
             "verify": "off",
             "prefix_store": False,
         },

@@ -40,7 +40,8 @@ LAYERS = {
     "": Layer(units=set(), third_party=set()),  # vllm_tiered/__init__.py
     **{name: Layer(units=BASE, third_party=set()) for name in BASE},
     "devices": Layer(
-        units=BASE | {"kernels", "storage"}, third_party={"torch", "numpy", "psutil", "xxhash"}
+        units=BASE | {"kernels", "native", "storage"},
+        third_party={"torch", "numpy", "psutil", "xxhash"},
     ),
     "storage": Layer(units=BASE, third_party={"torch", "numpy", "psutil", "xxhash"}),
     "energy": Layer(units=BASE, third_party={"psutil"}),

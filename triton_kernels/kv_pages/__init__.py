@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched copies of KV pages between near and pinned far memory, and block table translation."""
+"""Copies and conversions of KV pages to and from pinned far memory; block table translation."""

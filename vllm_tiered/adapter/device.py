@@ -7,6 +7,8 @@ import torch
 
 from vllm_tiered.devices.base import Device
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.narrow_pages import NarrowCodec, conversion_arguments
+from vllm_tiered.devices.pages import PageCodec
 
 
 def make_device() -> Device:
@@ -32,11 +34,24 @@ def cuda_device(index: int | None = None) -> Device:
     from vllm_tiered.devices.cuda.runtime import CudaRuntime
     from vllm_tiered.kernels import tuned
     from vllm_tiered.kernels.kv_pages.api import copy_pages
+    from vllm_tiered.kernels.kv_pages.narrow import convert_pages
 
     name = torch.cuda.get_device_name(index)
     parameters = tuned.parameters("kv_pages", name)
+
+    def convert(
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+        codec: PageCodec,
+    ) -> None:
+        assert isinstance(codec, NarrowCodec)
+        arguments = conversion_arguments(codec.page_format)
+        convert_pages(src_PW, src_ids, dst_PW, dst_ids, **arguments, device_name=name)
+
     return CudaDevice(
-        CudaRuntime(partial(copy_pages, device_name=name), index),
+        CudaRuntime(partial(copy_pages, device_name=name), convert, index),
         engine_run_bytes=parameters["engine_run_bytes"],
     )
 

@@ -55,6 +55,13 @@ class KvConfig(Section):
         'Folder of the KV file, on an SSD; required by `tier` `"storage"`. The file has no name '
         "and disappears with the engine.",
     )
+    far_dtype: Literal["auto", "fp8", "int8"] = option(
+        "auto",
+        OneOf(words=("auto", "fp8", "int8")),
+        'Type of far pages. `"auto"` is that of the KV cache, and outputs are then exact. '
+        '`"int8"` and `"fp8"` store 8 bits for each number with a scale for every 64, so that far '
+        "memory and the link hold twice as much (of float32 four times); outputs change a little.",
+    )
     verify: Literal["off", "sample", "full"] = option(
         "off",
         OneOf(words=("off", "sample", "full")),

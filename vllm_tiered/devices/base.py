@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageError, PageIds, Pages
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageCodec, PageError, PageIds, Pages
 from vllm_tiered.errors import UnsupportedError
 
 
@@ -46,7 +46,10 @@ class Event(Protocol):
 
 
 class LinkUse(NamedTuple):
-    """Bytes that one direction has transferred since the start, and the seconds it was busy."""
+    """Bytes that one direction has transferred since the start, and the seconds it was busy.
+
+    Of pages that are converted, the narrower form counts: it is what the link carries.
+    """
 
     num_bytes: int = 0
     busy_seconds: float = 0.0
@@ -79,12 +82,20 @@ class Device(ABC):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     @abstractmethod
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
         """Allocate far-tier pages of exactly that size.
 
         Args:
             verify: "off" for no checksums. Otherwise each page has a checksum, which is checked at
                 every read ("full") or at every 16th read of a page ("sample").
+            codec: copies to and from near pages convert them with it; ``page_bytes`` is the size
+                of its far pages.
 
         Raises:
             BudgetError: the tier lacks the memory.
@@ -96,11 +107,13 @@ class Device(ABC):
         num_pages: int,
         page_bytes: int,
         *,
+        codec: PageCodec | None = None,
         deadline_seconds: float = 10.0,
     ) -> PageBuffer:
         """Allocate pages in a temporary file without a name (O_TMPFILE) in folder ``path``.
 
         Args:
+            codec: as for :meth:`far_buffer`.
             deadline_seconds: a copy gives up its outstanding requests if the storage does not
                 answer for this time. For some seconds after that, copies give up much sooner unless
                 the storage answers.

@@ -13,7 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_tiered.devices.base import Event
-from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, copy_words
+from vllm_tiered.devices.pages import (
+    NO_PAGES,
+    PageBuffer,
+    PageIds,
+    Pages,
+    copy_words,
+    link_bytes,
+    read_words,
+    write_words,
+)
 from vllm_tiered.devices.throttle import Throttle
 
 logger = logging.getLogger("vllm.tiered")
@@ -33,7 +42,12 @@ def copy_pages(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
         dst.store.write(src, src_pages.ids, dst_pages.ids + dst.first_page)
         return NO_PAGES
     assert src.words is not None and dst.words is not None, "the CPU device copies CPU memory"
-    copy_words(src.words, src_pages.ids, dst.words, dst_pages)
+    if src.codec is not None:
+        read_words(src.words, src_pages.ids, dst, dst_pages, src.codec)
+    elif dst.codec is not None:
+        write_words(src, src_pages.ids, dst.words, dst_pages, dst.codec)
+    else:
+        copy_words(src.words, src_pages.ids, dst.words, dst_pages)
     return NO_PAGES
 
 
@@ -117,7 +131,11 @@ class CpuEvent:
 
 
 class CpuCopy:
-    """Prepared copy; immutable, so several submissions of it may be under way."""
+    """Prepared copy; immutable, so several submissions of it may be under way.
+
+    Attributes:
+        num_bytes: bytes on the link.
+    """
 
     __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
 
@@ -134,7 +152,7 @@ class CpuCopy:
         self.src_pages = src_pages
         self.dst = dst
         self.dst_pages = dst_pages
-        self.num_bytes = len(src_pages) * src.page_bytes
+        self.num_bytes = len(src_pages) * link_bytes(src, dst)
 
 
 class CopyJob(NamedTuple):

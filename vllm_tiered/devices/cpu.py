@@ -11,7 +11,14 @@ import torch
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.base import Copy, Direction, Event, LinkUse
 from vllm_tiered.devices.copy_thread import CopyJob, CopyThread, CpuCopy, CpuEvent
-from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, check_copy
+from vllm_tiered.devices.pages import (
+    NO_PAGES,
+    PageBuffer,
+    PageCodec,
+    PageIds,
+    Pages,
+    check_copy,
+)
 from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, IntegrityError
@@ -57,7 +64,13 @@ class CpuDevice(StorageDevice):
         }
         self._deferred_events: list[CpuEvent] = []
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
         num_bytes = num_pages * page_bytes
         try:
             # The size is exact; the system allocates each page at its first write.
@@ -71,7 +84,7 @@ class CpuDevice(StorageDevice):
             ) from error
         data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
         numa.bind(data.data_ptr(), num_bytes, self._cpus)
-        return self._keep_store(checked(PageBuffer(data), verify))
+        return self._keep_store(checked(PageBuffer(data, codec=codec), verify))
 
     def prepare(
         self,

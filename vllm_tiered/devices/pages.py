@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page lists, page buffers, and the contract of a store behind a buffer.
+"""Page lists, page buffers, and the contracts of a buffer's codec and of a store behind it.
 
 Devices and storage share this module, which imports neither.
 """
@@ -73,11 +73,38 @@ class PageError(Enum):
     WRITE = "write"  # its write failed: it is unwritten from then on
 
 
+class PageCodec(ABC):
+    """Codec that converts near pages to far pages of another size, and back, as part of a copy.
+
+    Attributes:
+        near_bytes, far_bytes: bytes of a page in either form; they differ.
+    """
+
+    near_bytes: int
+    far_bytes: int
+
+    @abstractmethod
+    def encode(self, near: Words, near_ids: PageIds, far: Words, far_ids: PageIds) -> None:
+        """Write near page ``near_ids[i]`` in its far form to ``far_ids[i]`` for all i.
+
+        Args:
+            near, far: int64 [num_pages, bytes / 8] in CPU memory; each page is contiguous.
+        """
+
+    @abstractmethod
+    def decode(self, far: Words, far_ids: PageIds, near: Words, near_ids: PageIds) -> None:
+        """Write far page ``far_ids[i]`` in its near form to ``near_ids[i]`` for all i."""
+
+
 class PageStore(ABC):
     """Store of far pages that a plain memory copy cannot transfer: in a file, or with checksums.
 
     Page ids are the store's own. At most one thread reads and at most one thread writes at a time.
     No page is read while it is written.
+
+    Args:
+        codec: converts near pages to the store's; not used for buffers whose pages have the size of
+            the store's, which hold pages in their far form.
 
     Attributes:
         begins_reads: a read goes on from :meth:`begin_read` on, while its caller does other things.
@@ -87,7 +114,8 @@ class PageStore(ABC):
 
     begins_reads: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(self, codec: PageCodec | None = None) -> None:
+        self.codec = codec
         self.errors = dict.fromkeys(PageError, 0)
         self.failure: str | None = None
 
@@ -131,17 +159,23 @@ class PageBuffer:
             a tensor on torch's "meta" device (a shape without memory).
         store: store that reads and writes the pages, if copying ``data`` is not enough.
         first_page: id of the first page in the store.
+        codec: converts near pages to these; None if they have the same bytes.
 
     Attributes:
         words: the same memory as int64 [num_pages, page_bytes / 8] if the CPU can address it.
     """
 
-    __slots__ = ("data", "first_page", "num_pages", "page_bytes", "store", "words")
+    __slots__ = ("codec", "data", "first_page", "num_pages", "page_bytes", "store", "words")
 
     def __init__(
-        self, data: torch.Tensor, store: PageStore | None = None, first_page: int = 0
+        self,
+        data: torch.Tensor,
+        store: PageStore | None = None,
+        first_page: int = 0,
+        codec: PageCodec | None = None,
     ) -> None:
         self.data = data
+        self.codec = codec
         self.store = store
         self.first_page = first_page
         self.num_pages, self.page_bytes = data.shape
@@ -151,7 +185,7 @@ class PageBuffer:
     def part(self, first_page: int, num_pages: int) -> "PageBuffer":
         """Return a view of ``num_pages`` pages from ``first_page`` on."""
         data = self.data[first_page : first_page + num_pages]
-        return PageBuffer(data, self.store, self.first_page + first_page)
+        return PageBuffer(data, self.store, self.first_page + first_page, self.codec)
 
     def discard(self, first_page: int, num_pages: int) -> int:
         """Release the memory of a range to the system; its contents are undefined afterwards.
@@ -199,8 +233,37 @@ def copy_words(src: Words, src_ids: PageIds, dst: Words, dst_pages: Pages) -> No
         np.take(src, ids, axis=0, out=dst[first : first + count], mode="clip")
 
 
+def read_words(
+    far: Words, far_ids: PageIds, near: PageBuffer, near_pages: Pages, codec: PageCodec | None
+) -> None:
+    """Copy far pages to near pages in memory, through the far tier's codec if there is one."""
+    assert near.words is not None
+    if codec is None or near.page_bytes == codec.far_bytes:
+        copy_words(far, far_ids, near.words, near_pages)
+    else:
+        codec.decode(far, far_ids, near.words, near_pages.ids)
+
+
+def write_words(
+    near: PageBuffer, near_ids: PageIds, far: Words, far_pages: Pages, codec: PageCodec | None
+) -> None:
+    """Copy near pages to far pages in memory, through the far tier's codec if there is one."""
+    assert near.words is not None
+    if codec is None or near.page_bytes == codec.far_bytes:
+        copy_words(near.words, near_ids, far, far_pages)
+    else:
+        codec.encode(near.words, near_ids, far, far_pages.ids)
+
+
+def link_bytes(src: PageBuffer, dst: PageBuffer) -> int:
+    """Return the bytes that a page takes on the link: those of its narrower form."""
+    return min(src.page_bytes, dst.page_bytes)
+
+
 def check_copy(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pages) -> None:
     """Check that a copy's page lists match in length and size and lie within their buffers.
+
+    Pages may differ in size if one buffer has the codec between the two sizes.
 
     Raises:
         IntegrityError: they do not match; the message has the numbers.
@@ -208,7 +271,7 @@ def check_copy(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
     # Nearly all of a step's dozens of copies are valid, so test for that with one condition.
     if (
         len(src_pages.ids) == len(dst_pages.ids)
-        and src.page_bytes == dst.page_bytes
+        and _have_one_form(src, dst)
         and src_pages.lowest >= 0 <= dst_pages.lowest
         and src_pages.highest < src.num_pages
         and dst_pages.highest < dst.num_pages
@@ -216,10 +279,22 @@ def check_copy(src: PageBuffer, src_pages: Pages, dst: PageBuffer, dst_pages: Pa
         return
     if len(src_pages.ids) != len(dst_pages.ids):
         raise IntegrityError(f"{len(src_pages)} pages to copy to {len(dst_pages)}")
-    if src.page_bytes != dst.page_bytes:
+    if not _have_one_form(src, dst):
         raise IntegrityError(f"pages of {src.page_bytes} bytes to copy to {dst.page_bytes}")
     for pages, buffer in ((src_pages, src), (dst_pages, dst)):
         if pages.lowest < 0 or pages.highest >= buffer.num_pages:
             raise IntegrityError(
                 f"page ids {pages.lowest} to {pages.highest} out of {buffer.num_pages} pages"
             )
+
+
+def _have_one_form(src: PageBuffer, dst: PageBuffer) -> bool:
+    """Return whether pages have the same size, or a codec converts between their sizes."""
+    if src.page_bytes == dst.page_bytes:
+        return True
+    codec = dst.codec if src.codec is None else src.codec
+    near, far = (dst, src) if src.codec is codec else (src, dst)
+    return codec is not None and (near.page_bytes, far.page_bytes) == (
+        codec.near_bytes,
+        codec.far_bytes,
+    )

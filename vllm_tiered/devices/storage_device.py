@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from vllm_tiered.devices.base import Copy, Device, Event
-from vllm_tiered.devices.pages import PageBuffer, PageError, PageStore
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageError, PageStore
 from vllm_tiered.storage.page_file import PageFile
 
 
@@ -24,9 +24,10 @@ class StorageDevice(Device):
         num_pages: int,
         page_bytes: int,
         *,
+        codec: PageCodec | None = None,
         deadline_seconds: float = 10.0,
     ) -> PageBuffer:
-        file = PageFile(path, num_pages, page_bytes, deadline_seconds=deadline_seconds)
+        file = PageFile(path, num_pages, page_bytes, codec=codec, deadline_seconds=deadline_seconds)
         return self._keep_store(file.buffer())
 
     def page_errors(self) -> dict[PageError, int]:

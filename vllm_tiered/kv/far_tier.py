@@ -6,6 +6,9 @@ have them in a file, so that the KV cache may be larger than DRAM. Layers are of
 low-discrepancy order. So the layers on storage are spread over the model, and the transfers of
 several other layers overlap each slow read.
 
+A codec may make far pages narrower than near pages. Then all regions hold narrow pages, and every
+copy converts them.
+
 A block's pages are in the block's *slot* of each region. Without a prefix store a block has the
 slot of its own number. With one there are more slots, and blocks change them
 (``prefix_store.py``).
@@ -19,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageIds, Pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,7 @@ class FarTier:
         num_blocks: block ids are below this.
         homes: the placement of the regions.
         num_slots: pages of a region; ``num_blocks`` if None.
+        codec: converts near pages to far pages; None if they are the same.
 
     Attributes:
         last_write: the event of the latest write; empty before the first. Writes run in order, so a
@@ -68,6 +72,7 @@ class FarTier:
         num_blocks: int,
         homes: FarHomes,
         num_slots: int | None = None,
+        codec: PageCodec | None = None,
     ) -> None:
         self.last_write: tuple[Event, ...] = ()
         self.num_slots = num_blocks if num_slots is None else num_slots
@@ -83,14 +88,15 @@ class FarTier:
         self._rows[list(layers)] = np.arange(len(layers))
         memory = len(layers) if homes.memory_layers is None else homes.memory_layers
         self._memory_layers = min(len(layers), memory)
+        page_bytes = near.page_bytes if codec is None else codec.far_bytes
         self._memory = device.far_buffer(
-            self._memory_layers * self.num_slots, near.page_bytes, homes.verify
+            self._memory_layers * self.num_slots, page_bytes, homes.verify, codec
         )
         self._storage: PageBuffer | None = None
         if self._memory_layers < len(layers):
             assert homes.path is not None, "regions beyond memory need a folder"
             pages = (len(layers) - self._memory_layers) * self.num_slots
-            self._storage = device.storage_buffer(homes.path, pages, near.page_bytes)
+            self._storage = device.storage_buffer(homes.path, pages, page_bytes, codec=codec)
 
     def far_region(self, layer: int) -> PageBuffer:
         """Return the layer's far pages, by slot."""

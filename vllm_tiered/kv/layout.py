@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from vllm_tiered.devices.page_format import PageFormat
+
 STAGING_BUFFERS = 2
 """Two buffers, as the kernels read one while the next is filled (Pie, section 3.3)."""
 
@@ -87,6 +89,11 @@ def expansion_of(num_layers: int, num_far: int, staging_buffers: int = STAGING_B
     if not num_layers:
         return 1.0
     return num_layers / (num_layers - num_far + min(staging_buffers, num_far))
+
+
+def far_page_bytes(page_bytes: int, far_format: PageFormat | None) -> int:
+    """Return the bytes of a far page, for near pages of ``page_bytes``."""
+    return page_bytes if far_format is None else far_format.far_bytes
 
 
 class LayerStack(NamedTuple):
@@ -160,6 +167,7 @@ class KvGeometry:
         partial_blocks_resident: partial blocks stay near in offloaded layers; otherwise they cost
             no pages of their own.
         partial: the most partial blocks of one request.
+        far_format: format of far pages; None if they are as near pages.
     """
 
     num_layers: int
@@ -170,6 +178,12 @@ class KvGeometry:
     near_pages: int
     partial_blocks_resident: bool = True
     partial: PartialBlocks = WITHOUT_DRAFTS
+    far_format: PageFormat | None = None
+
+    @property
+    def far_page_bytes(self) -> int:
+        """Bytes of one block in one layer of the far tier."""
+        return far_page_bytes(self.page_bytes, self.far_format)
 
     @property
     def num_far(self) -> int:
@@ -219,7 +233,7 @@ class KvGeometry:
 
     def far_bytes(self, num_blocks: int) -> int:
         """Return the far-tier bytes of ``num_blocks`` blocks, the null block included."""
-        return self.num_far * num_blocks * self.page_bytes
+        return self.num_far * num_blocks * self.far_page_bytes
 
     def max_request_tokens(self, limit_blocks: int, resident_blocks: int = 0) -> int:
         """Return the tokens of the longest request that runs alone in ``limit_blocks`` blocks.
@@ -249,6 +263,7 @@ class KvLevels:
         offloads_partial_blocks: some levels offload partial blocks too.
         staging_buffers: buffers that several offloaded layers need.
         partial: the most partial blocks of one request.
+        far_format: format of far pages; None if they are as near pages.
     """
 
     num_layers: int
@@ -260,6 +275,7 @@ class KvLevels:
     offloads_partial_blocks: bool = False
     staging_buffers: int = STAGING_BUFFERS
     partial: PartialBlocks = WITHOUT_DRAFTS
+    far_format: PageFormat | None = None
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -292,6 +308,7 @@ class KvLevels:
             near_pages=self.near_pages - null_pages,
             partial_blocks_resident=level.partial_blocks_resident,
             partial=self.partial,
+            far_format=self.far_format,
         )
 
     @property

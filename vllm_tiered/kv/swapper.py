@@ -21,7 +21,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from vllm_tiered.devices.base import Copy, Device, Event
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageCodec
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.far_tier import FarHomes, FarTier
 from vllm_tiered.kv.mapping_table import MappingTable
@@ -48,6 +48,8 @@ class Swapper:
             one of them.
         released: the engine may use blocks 1 to ``released`` at the start; all if None.
         num_slots: with a prefix store, the blocks that the far tier holds in each layer.
+        codec: converts near pages to far pages; None if they are the same. It must not change a
+            page that was converted before.
         num_blocks: block ids are below this; block 0 is the engine's null block.
         near: the near tier's pages, which the kernels read and write.
         device: runs the copies and allocates the far tier.
@@ -76,6 +78,7 @@ class Swapper:
         orders: Sequence[SwapOrder] = (),
         released: int | None = None,
         num_slots: int | None = None,
+        codec: PageCodec | None = None,
     ) -> None:
         if offloadable_layers is None:
             offloadable_layers = order.offloaded
@@ -91,6 +94,7 @@ class Swapper:
             num_blocks=num_blocks,
             homes=homes,
             num_slots=num_slots,
+            codec=codec,
         )
         self.stall_seconds = 0.0
         self.num_steps = 0

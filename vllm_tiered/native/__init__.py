@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs of neurons and of experts in C++, a library for each instruction set.
+"""GEMMs of neurons and of experts, and the conversion of KV pages, in C++.
 
-The libraries take pointers, so they need neither Python's nor torch's headers. A call does not hold
-the GIL, and runs on torch's OpenMP threads.
+There is a library for each instruction set. The libraries take pointers, so they need neither
+Python's nor torch's headers. A call does not hold the GIL. GEMMs run on torch's OpenMP threads,
+pages are converted in the calling thread.
 """
 
 import ctypes
@@ -26,6 +27,10 @@ SCALE_TYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 """Types of scales, by their number in `ScaleType` of gemm.h."""
 
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4")
+PAGE_ELEMENTS = ("float32", "bfloat16", "float16")
+PAGE_CODES = ("int8", "fp8")
+"""Types of a near page's elements and of a far page's codes, by their numbers in narrow.h."""
+
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
@@ -74,6 +79,27 @@ class GroupedCall(ctypes.Structure):
     )
 
 
+class NarrowCall(ctypes.Structure):
+    """Arguments of a call, the same as `NarrowCall` in narrow.h, which describes them."""
+
+    _fields_ = (
+        ("near", ctypes.c_void_p),
+        ("far", ctypes.c_void_p),
+        ("near_ids", ctypes.c_void_p),
+        ("far_ids", ctypes.c_void_p),
+        ("near_stride", ctypes.c_int64),
+        ("far_stride", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("num_elements", ctypes.c_int64),
+        ("far_bytes", ctypes.c_int64),
+        ("inverse_limit", ctypes.c_float),
+        ("largest_scale", ctypes.c_int32),
+        ("element", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("decodes", ctypes.c_int32),
+    )
+
+
 Function = Callable[[Any], int]
 """Takes a reference to its arguments; returns 0, or an error code."""
 
@@ -84,10 +110,12 @@ class Kernels(NamedTuple):
     Attributes:
         ffn: takes a `Call`.
         grouped_gemm: takes a `GroupedCall`.
+        narrow: takes a `NarrowCall`.
     """
 
     ffn: Function
     grouped_gemm: Function
+    narrow: Function
 
 
 @cache
@@ -97,7 +125,9 @@ def load(name: str) -> Kernels | None:
     for suffix in EXTENSION_SUFFIXES:
         if (path := folder / f"{name}{suffix}").exists():
             library = ctypes.CDLL(str(path))
-            functions = Kernels(library.tiered_ffn, library.tiered_grouped_gemm)
+            functions = Kernels(
+                library.tiered_ffn, library.tiered_grouped_gemm, library.tiered_narrow
+            )
             for function in functions:
                 function.argtypes = (ctypes.c_void_p,)  # type: ignore[attr-defined]
                 function.restype = ctypes.c_int  # type: ignore[attr-defined]

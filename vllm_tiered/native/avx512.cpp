@@ -2,3 +2,4 @@
 // Compiled for this instruction set (setup.py).
 #include "ffn.h"
 #include "grouped_gemm.h"
+#include "narrow.h"

@@ -2,7 +2,8 @@
 """Checksums of pages, which find a damaged page before attention reads it.
 
 A checksum is computed from the near page when it is written, and compared with the near page after
-it is read back. So it covers both copies and the time in between. Checksums are in the memory of
+it is read back. So it covers both copies and the time in between. Of pages that a codec converts,
+it is that of the far form, and covers the time in between. Checksums are in the memory of
 this process, indexed by page id. So a page that was swapped with another one, or overwritten by an
 older write, does not match either.
 """
@@ -15,12 +16,14 @@ from xxhash import xxh3_64_intdigest
 
 from vllm_tiered.devices.pages import (
     PageBuffer,
+    PageCodec,
     PageError,
     PageIds,
     Pages,
     PageStore,
     Words,
-    copy_words,
+    read_words,
+    write_words,
 )
 from vllm_tiered.errors import ConfigError
 
@@ -56,23 +59,24 @@ class CheckedPages(PageStore):
         words: the pages, int64 [num_pages, page_bytes / 8].
         every: verify every ``every``-th read of each page. Pages start at different counts, so
             each read verifies about that share of its pages, and no page is left out.
+        codec: see :class:`PageStore`.
     """
 
-    def __init__(self, words: Words, every: int) -> None:
-        super().__init__()
+    def __init__(self, words: Words, every: int, codec: PageCodec | None = None) -> None:
+        super().__init__(codec)
         self._words = words
         self._every = every
         self._checksums = new_checksums(len(words))
         self._num_reads = np.arange(len(words), dtype=np.int64) % every
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        assert near.words is not None
-        copy_words(self._words, page_ids, near.words, near_pages)
+        read_words(self._words, page_ids, near, near_pages, self.codec)
         expected = self._checksums[page_ids]
         is_lost = expected == UNWRITTEN
         self.errors[PageError.UNWRITTEN] += int(np.count_nonzero(is_lost))
         due = np.flatnonzero(~is_lost & self._is_due(page_ids))
-        arrived = np.array(checksums_of(near.words, near_pages.ids[due]), dtype=np.uint64)
+        sums = self._sums(near, near_pages.ids[due], page_ids[due])
+        arrived = np.array(sums, dtype=np.uint64)
         damaged = due[arrived != expected[due]]
         self.errors[PageError.CHECKSUM] += len(damaged)
         is_lost[damaged] = True
@@ -80,12 +84,18 @@ class CheckedPages(PageStore):
         return lost
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> None:
-        assert near.words is not None
-        self._checksums[page_ids] = checksums_of(near.words, near_ids)
-        copy_words(near.words, near_ids, self._words, Pages(page_ids))
+        write_words(near, near_ids, self._words, Pages(page_ids), self.codec)
+        self._checksums[page_ids] = self._sums(near, near_ids, page_ids)
 
     def forget(self, first_page: int, num_pages: int) -> None:
         self._checksums[first_page : first_page + num_pages] = UNWRITTEN
+
+    def _sums(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> list[int]:
+        """Return the checksums of near pages; if they are converted, of the store's."""
+        if near.page_bytes != self._words.shape[1] * 8:
+            return checksums_of(self._words, page_ids)
+        assert near.words is not None
+        return checksums_of(near.words, near_ids)
 
     def _is_due(self, page_ids: PageIds) -> npt.NDArray[np.bool_]:
         self._num_reads[page_ids] += 1
@@ -108,4 +118,5 @@ def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
     if not every:
         return buffer
     assert buffer.words is not None
-    return PageBuffer(buffer.data, CheckedPages(buffer.words, every))
+    store = CheckedPages(buffer.words, every, buffer.codec)
+    return PageBuffer(buffer.data, store, codec=buffer.codec)

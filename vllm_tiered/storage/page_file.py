@@ -7,6 +7,8 @@ So pages pass through bounce buffers:
     read    reader threads: file ─► bounce, verify       copying thread: bounce ─► near
     write   copying thread: near ─► bounce, checksum     writer threads: bounce ─► file
 
+If pages are narrower in the file, the copying thread converts them on the way.
+
 Only the copying thread touches near pages, and only during the copy. Data that a slow disk delivers
 after the copy has given up goes to a bounce buffer that nothing reads.
 
@@ -28,12 +30,14 @@ import torch
 
 from vllm_tiered.devices.pages import (
     PageBuffer,
+    PageCodec,
     PageError,
     PageIds,
     Pages,
     PageStore,
     Words,
-    copy_words,
+    read_words,
+    write_words,
 )
 from vllm_tiered.storage.checksums import UNWRITTEN, Checksums, checksums_of, new_checksums
 from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile, transfer
@@ -81,7 +85,8 @@ class PageFile(PageStore):
     Args:
         folder: folder of the file.
         num_pages: number of pages.
-        page_bytes: bytes of a page.
+        page_bytes: bytes of a page in the file.
+        codec: see :class:`PageStore`.
         deadline_seconds: see :class:`DeadlinePool`.
         num_readers, num_writers: most threads that read and write.
         num_spares: number of spare slots.
@@ -103,12 +108,13 @@ class PageFile(PageStore):
         num_pages: int,
         page_bytes: int,
         *,
+        codec: PageCodec | None = None,
         deadline_seconds: float = 10.0,
         num_readers: int = NUM_READERS,
         num_writers: int = NUM_WRITERS,
         num_spares: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(codec)
         self.folder = Path(folder)
         self.num_pages = num_pages
         self.page_bytes = page_bytes
@@ -134,10 +140,10 @@ class PageFile(PageStore):
     def buffer(self) -> PageBuffer:
         """Return a page buffer of all pages, to copy from and to."""
         shape = (self.num_pages, self.page_bytes)
-        return PageBuffer(torch.empty(shape, dtype=torch.uint8, device="meta"), self)
+        pages = torch.empty(shape, dtype=torch.uint8, device="meta")
+        return PageBuffer(pages, self, codec=self.codec)
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        assert near.words is not None
         slots = self.slots.slots_of(page_ids)
         is_written = self._checksums[slots] != UNWRITTEN
         if self.failure is not None:
@@ -145,7 +151,7 @@ class PageFile(PageStore):
         lost = [slots[~is_written]]
         self._count(PageError.UNWRITTEN, len(lost[0]))
         plan = self._plan(slots[is_written], near_pages.ids[is_written], HOLE_BYTES)
-        deliver = partial(self._deliver, near.words, lost)
+        deliver = partial(self._deliver, near, lost)
         late = self._readers.run(plan, self._bounce, move=self._read_extent, end=deliver)
         if late:
             late_slots = [plan.slots[plan.part(extent)] for extent in late]
@@ -155,7 +161,6 @@ class PageFile(PageStore):
         return self.slots.pages_in(np.concatenate(lost))
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> None:
-        assert near.words is not None
         slots = self.slots.slots_of(page_ids)
         self._checksums[slots] = UNWRITTEN
         if self.failure is not None:
@@ -165,7 +170,7 @@ class PageFile(PageStore):
         late = self._writers.run(
             plan,
             self._bounce,
-            begin=partial(self._gather, near.words, checksums),
+            begin=partial(self._gather, near, checksums),
             move=self._write_extent,
             end=partial(self._publish, checksums),
         )
@@ -199,25 +204,32 @@ class PageFile(PageStore):
         )
 
     def _deliver(
-        self, near: Words, lost: list[PageIds], plan: ScatterPlan, extent: int, buffer: Bytes
+        self, near: PageBuffer, lost: list[PageIds], plan: ScatterPlan, extent: int, buffer: Bytes
     ) -> None:
         """Copy an extent to its near pages, and list the slots of its lost pages.
 
         Lost pages are copied too: their near pages may hold anything.
         """
         slots, rows = plan.slots[plan.part(extent)], plan.rows[plan.part(extent)]
-        copy_words(self._words(plan, extent, buffer), slots - slots[0], near, Pages(rows))
+        words = self._words(plan, extent, buffer)
+        read_words(words, slots - slots[0], near, Pages(rows), self.codec)
         lost.append(slots[self._retire_bad_slots(plan, extent)])
 
     def _gather(
-        self, near: Words, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes
+        self, near: PageBuffer, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes
     ) -> None:
         """Copy near pages to the bounce buffer, and compute their checksums."""
         rows = plan.rows[plan.part(extent)]
         words = self._words(plan, extent, buffer)
-        for start, count, first in Pages(rows).runs:
-            words[start : start + count] = near[first : first + count]
-        checksums[plan.part(extent)] = checksums_of(near, rows)
+        places = np.arange(len(rows), dtype=np.int64)
+        if near.page_bytes == self.page_bytes:
+            assert near.words is not None
+            for start, count, first in Pages(rows).runs:
+                words[start : start + count] = near.words[first : first + count]
+            checksums[plan.part(extent)] = checksums_of(near.words, rows)
+        else:
+            write_words(near, rows, words, Pages(places, ascending=True), self.codec)
+            checksums[plan.part(extent)] = checksums_of(words, places)
 
     def _publish(self, checksums: Checksums, plan: ScatterPlan, extent: int, buffer: Bytes) -> None:
         """Set the checksums of written pages, so that later reads find them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.fakes.kv.engine_model import EngineModel
+from tests.fakes.kv.halved_pages import HalvedPages
 from tests.fakes.kv.request_model import Request, Step, Turn
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from tests.fakes.kv.worker_model import WorkerModel
@@ -36,6 +37,7 @@ class Setup:
         staging_buffers: buffers that several offloaded layers need.
         num_drafts: the most drafts of speculative decoding of a request in a step.
         spare_slots: slots of a prefix store beyond one for each block; None without a store.
+        halves_pages: far pages are narrower; only with blocks of several tokens.
     """
 
     num_layers: int = 4
@@ -54,6 +56,13 @@ class Setup:
     staging_buffers: int = 2
     num_drafts: int = 0
     spare_slots: int | None = None
+    halves_pages: bool = False
+
+    @property
+    def codec(self) -> HalvedPages | None:
+        """The codec of far pages; None if they are as near pages."""
+        is_wide_enough = self.block_tokens > 1
+        return HalvedPages(8 * self.block_tokens) if self.halves_pages and is_wide_enough else None
 
     @property
     def partial(self) -> PartialBlocks:
@@ -88,7 +97,7 @@ class Setup:
     def levels(self) -> KvLevels | None:
         if not self.adaptive:
             return None
-        sizes: dict[str, int] = {
+        sizes: dict[str, Any] = {
             "num_layers": self.num_layers,
             "page_bytes": 8 * self.block_tokens,
             "block_tokens": self.block_tokens,
@@ -121,7 +130,7 @@ class Setup:
         if self.levels:
             return self.levels.geometry(Level(0))
         order = self.order
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_layers": self.num_layers,
             "num_resident": len(order.resident),
             "num_staging_buffers": order.num_staging_buffers,
@@ -190,6 +199,7 @@ class Driver:
             order=setup.order,
             num_blocks=setup.usable_blocks + 1,
             device=device,
+            codec=setup.codec,
             **worker,
         )
         self.pending: deque[Step] = deque()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageIds, Pages, link_bytes
 from vllm_tiered.errors import IntegrityError
 
 POISON = -1  # all bits set: no test stores it
@@ -62,7 +62,7 @@ class PreparedCopy:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.src_pages) * self.src.page_bytes
+        return len(self.src_pages) * link_bytes(self.src, self.dst)
 
 
 class SimulatedDevice(Device):
@@ -83,8 +83,14 @@ class SimulatedDevice(Device):
         self._queues = {direction: deque[Operation]() for direction in Direction}
         self._bytes = dict.fromkeys(Direction, 0)
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        return PageBuffer(torch.zeros((num_pages, page_bytes), dtype=torch.uint8))
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        return PageBuffer(torch.zeros((num_pages, page_bytes), dtype=torch.uint8), codec=codec)
 
     def prepare(
         self,
@@ -209,7 +215,13 @@ class SimulatedDevice(Device):
         dst[copy.dst_pages.ids] = POISON
         yield
         for part in np.split(order, [self._rng.randint(0, num_pages)]):
-            dst[copy.dst_pages.ids[part]] = src[copy.src_pages.ids[part]]
+            src_ids, dst_ids = copy.src_pages.ids[part], copy.dst_pages.ids[part]
+            if copy.src.codec is not None:
+                copy.src.codec.decode(src, src_ids, dst, dst_ids)
+            elif copy.dst.codec is not None:
+                copy.dst.codec.encode(src, src_ids, dst, dst_ids)
+            else:
+                dst[dst_ids] = src[src_ids]
             yield
         self._bytes[copy.direction] += copy.num_bytes
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.kv.halved_pages import HalvedPages
 from tests.fakes.kv.request_model import Part, Step
 from tests.fakes.kv.simulated_device import SimulatedDevice
 from vllm_tiered.devices.base import Copy, Device, Direction, Event, LinkUse
-from vllm_tiered.devices.pages import PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, PageIds, Pages, link_bytes
 from vllm_tiered.kv.layout import KvGeometry
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import SwapOrder
@@ -46,8 +47,14 @@ class CountedDevice(Device):
         self.submitted = dict.fromkeys(Direction, 0)
         self.far: PageBuffer | None = None
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        self.far = self.inner.far_buffer(num_pages, page_bytes, verify)
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        self.far = self.inner.far_buffer(num_pages, page_bytes, verify, codec)
         assert self.far.words is not None
         self.far.words[:] = NEVER_WRITTEN
         return self.far
@@ -61,7 +68,7 @@ class CountedDevice(Device):
         dst_pages: Pages,
     ) -> CountedCopy:
         copy = self.inner.prepare(direction, src, src_pages, dst, dst_pages)
-        return CountedCopy(direction, len(src_pages) * src.page_bytes, copy)
+        return CountedCopy(direction, len(src_pages) * link_bytes(src, dst), copy)
 
     def submit(self, copy: Copy, after: tuple[Event, ...] = ()) -> Event:
         assert isinstance(copy, CountedCopy)
@@ -123,6 +130,7 @@ class WorkerModel:
         window_tokens: int = 0,
         has_states: bool = False,
         num_slots: int | None = None,
+        codec: HalvedPages | None = None,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -138,7 +146,10 @@ class WorkerModel:
             orders=orders,
             released=released,
             num_slots=num_slots,
+            codec=codec,
         )
+        self._codec = codec
+        self._far_page_bytes = geometry.page_bytes if codec is None else codec.far_bytes
         shape = (num_blocks, geometry.block_tokens)
         self.truth = np.zeros((geometry.num_layers, *shape), dtype=np.int64)
         self.prefixes = np.zeros(shape, dtype=np.int64)  # hash of the tokens up to a slot
@@ -197,17 +208,20 @@ class WorkerModel:
     def check_far(self, blocks: Sequence[int]) -> None:
         """Check that full ``blocks`` are far in every offloaded layer; call it after ``close``."""
         for layer in self.swapper.order.offloaded:
-            far_region = self.swapper.far.far_region(layer).words
-            assert far_region is not None
             slots = self.swapper.far.slots_of(np.array(blocks, dtype=np.int64))
-            np.testing.assert_array_equal(far_region[slots], self.truth[layer, blocks])
+            np.testing.assert_array_equal(self._far_values(layer, slots), self.truth[layer, blocks])
 
     def check_kept(self, slot: int, tag: int) -> None:
         """Check that a slot has the content of this tag in every layer; call it after ``close``."""
         for layer in range(self._geometry.num_layers):
-            far_region = self.swapper.far.far_region(layer).words
-            assert far_region is not None
-            np.testing.assert_array_equal(far_region[slot], self.kept_truth[tag][layer])
+            values = self._far_values(layer, np.array([slot]))
+            np.testing.assert_array_equal(values[0], self.kept_truth[tag][layer])
+
+    def _far_values(self, layer: int, slots: PageIds) -> "np.ndarray":
+        words = self.swapper.far.far_region(layer).words
+        assert words is not None
+        found = words[slots]
+        return found if self._codec is None else self._codec.values_of(found)
 
     def _check_layout(self, step: Step, as_vllm: bool) -> None:
         """Check that the layout is as predicted; vLLM's must hold for the replay of a graph."""
@@ -352,7 +366,7 @@ class WorkerModel:
             touched.update(part.blocks[first : -(-part.end_tokens // block_tokens)])
             filled += part.blocks[first : part.kept_end // block_tokens]
         assert len(set(filled)) == len(filled)
-        per_block = len(order.offloaded) * self._geometry.page_bytes
+        per_block = len(order.offloaded) * self._far_page_bytes
         num_read, num_written = len(read - touched), len(filled)
         if not self._geometry.partial_blocks_resident:
             num_read += len(extended)

@@ -19,7 +19,7 @@ from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.queue import CopyQueue
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageCodec
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner, PagePool
 
@@ -183,8 +183,14 @@ def test_the_host_never_waits_for_the_gpu(monkeypatch):
 class CheckedDevice(SimulatedCudaDevice):
     """Device whose far pages all have checksums, so that copy threads move them."""
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        return super().far_buffer(num_pages, page_bytes, "full")
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        return super().far_buffer(num_pages, page_bytes, "full", codec)
 
 
 def run_bounced(num_seeds: int) -> None:

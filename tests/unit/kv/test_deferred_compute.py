@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
         "adaptive",
         "mixed-partial",
         "on-demand",
+        "narrow",
     ],
 )
 def test_deferred_compute_reads_its_own_kv(setup):

@@ -38,6 +38,7 @@ def setups(draw):
         window_tokens=draw(st.sampled_from((0, 0, 1, 3, 8))),
         has_states=draw(st.booleans()),
         staging_buffers=draw(st.sampled_from((1, 2))),
+        halves_pages=draw(st.booleans()),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.fakes.kv.simulated_device import PreparedCopy, SimulatedDevice
 from tests.fakes.kv.step_plans import plan_of
 from vllm_tiered.devices.base import Copy, Direction, Event
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageCodec
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.page_pool import Owner
 from vllm_tiered.kv.policy import POLICIES
@@ -34,8 +34,14 @@ class LoggingDevice(SimulatedDevice):
         self._num_blocks = num_blocks
         self._far_start = 0
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
-        far = super().far_buffer(num_pages, page_bytes)
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
+        far = super().far_buffer(num_pages, page_bytes, codec=codec)
         self._far_start = far.data.data_ptr()
         return far
 

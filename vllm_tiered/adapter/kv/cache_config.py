@@ -17,13 +17,14 @@ from typing import Any
 from vllm_tiered.adapter.compat import wrap_once
 from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
+from vllm_tiered.adapter.kv.far_dtype import page_format
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.adapter.kv.stages import count_stages, find_stage_obstacle
 from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
-from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level
+from vllm_tiered.kv.layout import KvGeometry, KvLevels, Level, far_page_bytes
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -155,7 +156,8 @@ def tiered_kv_cache_configs(
     What cannot be swapped is planned by vLLM alone, and marked with the reason.
 
     Raises:
-        UnsupportedError: it cannot be swapped, and the user set it by hand.
+        UnsupportedError: it cannot be swapped, or far pages cannot be narrow, and the user set it
+            by hand.
     """
     config = kv_plan.tiered_config(vllm_config)
 
@@ -217,7 +219,7 @@ def tiered_kv_cache_configs(
     else:
         order = kv_plan.layer_order(kv.policy, stack, num_far)
         has_far_layers = bool(order.offloaded)
-        geometry = kv_plan.make_geometry(order, spec, near_pages, partial_blocks)
+        geometry = kv_plan.make_geometry(kv, order, spec, near_pages, partial_blocks)
         num_blocks = logical_blocks(kv, geometry, **sizes) if has_far_layers else 0
         max_tokens = partial(geometry.max_request_tokens, num_blocks - 1)
     if not has_far_layers:
@@ -232,7 +234,8 @@ def tiered_kv_cache_configs(
         budget = sizes["far_budget"]
         if sizes["allocatable_bytes"] is not None:
             budget = min(budget, sizes["allocatable_bytes"])
-        num_slots = kv_plan.prefix_slots(kv, stack, spec.page_size_bytes, num_blocks, budget)
+        page_bytes = far_page_bytes(spec.page_size_bytes, page_format(kv, spec))
+        num_slots = kv_plan.prefix_slots(kv, stack, page_bytes, num_blocks, budget)
     for kv_cache_config in configs:
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
         setattr(kv_cache_config, kv_plan.NUM_SLOTS, num_slots)

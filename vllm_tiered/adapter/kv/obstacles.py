@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv.far_dtype import check_elements
 from vllm_tiered.adapter.kv.groups import (
     NO_LAYERS,
     find_group_obstacle,
@@ -23,6 +24,7 @@ from vllm_tiered.adapter.kv.groups import (
 )
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.adapter.transfer_config import other_connectors
+from vllm_tiered.config import KvConfig
 from vllm_tiered.errors import UnsupportedError
 
 WORKER_METHOD = "tiered_model_facts"
@@ -275,8 +277,25 @@ def _draft_layers(drafter: Any) -> Set[str] | None:
 def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(loader, vllm_config, *args, **kwargs)
     config = tiered_config(vllm_config)
-    if config is not None and config.kv.is_set_by_hand:
+    if config is None:
+        return model
+    kv = config.kv
+    if kv.is_set_by_hand or kv.far_dtype != "auto":
         obstacle = find_model_obstacle(vllm_config, is_loaded=False)
-        if obstacle is not None:
+        if obstacle is not None and kv.is_set_by_hand:
             raise refuse(obstacle)
+        if obstacle is None:
+            _check_far_dtype(kv, vllm_config)
     return model
+
+
+def _check_far_dtype(kv: KvConfig, vllm_config: Any) -> None:
+    """Check that the far pages of a model that can be swapped can be narrow, if they shall be."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for layer in layers.values():
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None and is_full_attention(spec):
+            check_elements(kv, spec)

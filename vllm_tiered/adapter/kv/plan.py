@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.kv.drafts import partial_blocks
+from vllm_tiered.adapter.kv.far_dtype import page_format
 from vllm_tiered.adapter.kv.groups import NO_LAYERS, KvGroups, read_groups
 from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
@@ -107,7 +108,7 @@ class KvPlan:
     @property
     def region_bytes(self) -> int:
         """Bytes of one layer's far region."""
-        return (self.num_slots or self.num_blocks) * self.geometry.page_bytes
+        return (self.num_slots or self.num_blocks) * self.geometry.far_page_bytes
 
     def bytes_in(self, homes: FarHomes) -> tuple[int, int]:
         """Return the bytes of far pages in memory, and in a file.
@@ -224,9 +225,11 @@ def make_levels(
         max_num_far=max_num_far,
         max_blocks=near_pages,
         staging_buffers=stack.staging_buffers,
-        # An offloaded partial block would be written to the SSD in every step.
-        offloads_partial_blocks=kv.tier != "storage",
+        # An offloaded partial block would be written to the SSD in every step. With narrow pages it
+        # would be rounded in every step.
+        offloads_partial_blocks=kv.tier != "storage" and kv.far_dtype == "auto",
         partial=partial,
+        far_format=page_format(kv, spec),
     )
     return with_max_num_far(levels, max_num_far)
 
@@ -277,7 +280,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
 
 
 def prefix_slots(
-    kv: KvConfig, stack: LayerStack, page_bytes: int, num_blocks: int, budget: int
+    kv: KvConfig, stack: LayerStack, far_page_bytes: int, num_blocks: int, budget: int
 ) -> int | None:
     """Return the blocks that the far tier holds in every layer, for a prefix store.
 
@@ -285,19 +288,20 @@ def prefix_slots(
     reached now are free for other content. A number is used up.
 
     Args:
+        far_page_bytes: bytes of a far page.
         budget: bytes of far memory of one rank.
 
     Returns:
         The number; None if the memory does not hold a prefix store beside the far layers.
     """
-    fits = budget // (stack.num_layers * page_bytes)
+    fits = budget // (stack.num_layers * far_page_bytes)
     num_slots = num_blocks if kv.far_gib == "auto" else fits
     has_spare = num_slots > num_blocks or kv.expansion == "auto"
     return num_slots if has_spare and num_blocks <= num_slots <= fits else None
 
 
 def make_geometry(
-    order: SwapOrder, spec: Any, near_pages: int, partial: PartialBlocks
+    kv: KvConfig, order: SwapOrder, spec: Any, near_pages: int, partial: PartialBlocks
 ) -> KvGeometry:
     """Return the sizes under a fixed order."""
     return KvGeometry(
@@ -308,6 +312,7 @@ def make_geometry(
         block_tokens=spec.block_size,
         near_pages=near_pages,
         partial=partial,
+        far_format=page_format(kv, spec),
     )
 
 
@@ -349,13 +354,14 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             max_blocks=num_blocks - 1,
             staging_buffers=stack.staging_buffers,
             partial=partial,
+            far_format=page_format(config.kv, spec),
         )
     order = layer_order(config.kv.policy, stack, num_far or 0)
     return KvPlan(
         geometry=(
             levels.geometry(Level(order.num_far))
             if levels
-            else make_geometry(order, spec, near_pages, partial)
+            else make_geometry(config.kv, order, spec, near_pages, partial)
         ),
         order=order,
         near_pages=near_pages,

@@ -26,6 +26,7 @@ from vllm_tiered.adapter.kv.steps import StepReport
 from vllm_tiered.adapter.kv.translation import LayerTranslator
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
+from vllm_tiered.devices.narrow_pages import narrow_codec
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import IntegrityError, UnsupportedError
 from vllm_tiered.kv.block_order import BlockOrderedPages
@@ -148,6 +149,7 @@ class TieredWorker:
             orders=self._plan.orders,
             released=self._plan.released_blocks,
             num_slots=self._plan.num_slots,
+            codec=None if geometry.far_format is None else narrow_codec(geometry.far_format),
         )
         if self._plan.swaps:
             link_peak.measure(near.device)

@@ -42,6 +42,8 @@ class KvManifest:
         far_bytes: far memory of far pages.
         storage_bytes: bytes of far pages in a file.
         tier: as configured; with "storage" the file may be empty, if memory holds all far pages.
+        far_dtype: type of far pages, as configured; "auto" for that of the KV cache.
+        far_page_bytes: bytes of a far page.
     """
 
     active: bool
@@ -63,6 +65,8 @@ class KvManifest:
     far_bytes: int
     storage_bytes: int
     tier: str
+    far_dtype: str
+    far_page_bytes: int
 
     @classmethod
     def of(cls, plan: KvPlan, homes: FarHomes, order: SwapOrder | None = None) -> "KvManifest":
@@ -91,6 +95,8 @@ class KvManifest:
             far_bytes=far_bytes,
             storage_bytes=storage_bytes,
             tier=plan.config.tier,
+            far_dtype=plan.config.far_dtype,
+            far_page_bytes=geometry.far_page_bytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,12 +115,16 @@ class KvManifest:
             far += " as the load asks for it: up to"
         else:
             far = f"{self.far_layers} far, expansion {self.expansion:.2f}:"
+        narrow = ""
+        if self.far_dtype != "auto":
+            share = self.far_page_bytes / self.page_bytes
+            narrow = f", far pages in {self.far_dtype} ({100 * share:.0f} % of the bytes)"
         others = f" beside {self.near_only_layers} that stay near" if self.near_only_layers else ""
         return (
             f"tiered kv: took over {self.num_layers} layers{others} ({self.policy}), {far} "
             f"{self.num_blocks} blocks of "
             f"{self.block_tokens} tokens on {format_bytes(self.near_bytes)} near memory, "
-            f"{format_bytes(self.far_bytes)} far memory{self._storage()} per rank"
+            f"{format_bytes(self.far_bytes)} far memory{self._storage()} per rank{narrow}"
         )
 
     def _storage(self) -> str:

@@ -8,6 +8,8 @@ the pages through pinned bounce buffers, piece by piece:
             GPU:                      buffer 0 ─► near            buffer 1 ─► near
     write   GPU: near ─► buffer 0     thread: buffer 0 ─► store
 
+Bounce buffers hold pages in their far form, which the GPU converts.
+
 A GPU cannot wait for a disk. So later copies of the direction are held back until the worker has
 finished a copy. Compute that waits for one of them blocks the host.
 """
@@ -25,7 +27,7 @@ from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import Runtime, Stream
-from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages
+from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageCodec, PageIds, Pages, link_bytes
 from vllm_tiered.units import MIB
 
 BOUNCE_BYTES = 8 * MIB
@@ -36,8 +38,8 @@ are read in requests of 1 MiB, and 32 requests keep the readers busy."""
 class _BounceBuffer:
     """Bounce buffer; ``copied`` is done when the GPU has copied from or to it."""
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.pages = PageBuffer(data)
+    def __init__(self, data: torch.Tensor, codec: PageCodec | None) -> None:
+        self.pages = PageBuffer(data, codec=codec)
         self.copied: CudaEvent | None = None
         self.in_use: object = None
 
@@ -68,7 +70,8 @@ class BounceCopyWorker:
         self._changed = changed
         self._allocate = allocate
         self._finish = finish
-        self._buffers: dict[int, list[_BounceBuffer]] = {}  # by page size
+        # By page size and codec
+        self._buffers: dict[tuple[int, PageCodec | None], list[_BounceBuffer]] = {}
         self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -104,7 +107,8 @@ class BounceCopyWorker:
         move = self._read if copy.direction is Direction.READ else self._write
         with self._changed:
             self._runtime.record(job.begun, self._stream)
-            buffers = self._buffers_for(copy.src.page_bytes)
+            store = copy.dst if copy.src.store is None else copy.src
+            buffers = self._buffers_for(link_bytes(copy.src, copy.dst), store.codec)
         lost = [NO_PAGES]
         for number, (src, dst) in enumerate(split_copy(copy, buffers[0].pages.num_pages)):
             lost.append(move(copy, src, dst, buffers[number % len(buffers)]))
@@ -142,14 +146,15 @@ class BounceCopyWorker:
             copied.record(self._stream)
         return copied
 
-    def _buffers_for(self, page_bytes: int) -> list[_BounceBuffer]:
-        if page_bytes not in self._buffers:
+    def _buffers_for(self, page_bytes: int, codec: PageCodec | None) -> list[_BounceBuffer]:
+        key = page_bytes, codec
+        if key not in self._buffers:
             num_pages = max(1, BOUNCE_BYTES // page_bytes)
             memory = [self._allocate(num_pages * page_bytes) for _ in range(2)]
-            self._buffers[page_bytes] = [
-                _BounceBuffer(one.view(num_pages, page_bytes)) for one in memory
+            self._buffers[key] = [
+                _BounceBuffer(one.view(num_pages, page_bytes), codec) for one in memory
             ]
-        return self._buffers[page_bytes]
+        return self._buffers[key]
 
 
 def split_copy(copy: BounceCopy, num_pages: int) -> Iterator[tuple[Pages, Pages]]:

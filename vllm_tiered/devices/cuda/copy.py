@@ -2,8 +2,9 @@
 """Prepared and submitted copies of a GPU, by a kernel, copy engines, or through bounce buffers.
 
 The kernel copies scattered pages in one launch and occupies a few multiprocessors while it runs. A
-copy engine occupies none, but each run of consecutive pages takes a separate call. A copy between
-the GPU and a page store uses bounce buffers (``bounce_copy.py``).
+copy engine occupies none, but each run of consecutive pages takes a separate call. Only a kernel
+can convert pages on the way. A copy between the GPU and a page store uses bounce buffers
+(``bounce_copy.py``).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.event import CudaEvent
 from vllm_tiered.devices.cuda.page_id_buffer import PageIdBuffer
 from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime, Stream
-from vllm_tiered.devices.pages import PageBuffer, Pages
+from vllm_tiered.devices.pages import PageBuffer, PageCodec, Pages, link_bytes
 
 
 class CudaCopy:
@@ -27,12 +28,24 @@ class CudaCopy:
             average.
 
     Attributes:
+        codec: what the kernel converts the pages with; None to copy them.
+        num_bytes: bytes on the link.
         words: source and target, int32 [pages, words].
         runs: (first source page, first target page, number of pages) of each run; None if the
             kernel does the copy.
     """
 
-    __slots__ = ("direction", "dst", "dst_pages", "num_bytes", "runs", "src", "src_pages", "words")
+    __slots__ = (
+        "codec",
+        "direction",
+        "dst",
+        "dst_pages",
+        "num_bytes",
+        "runs",
+        "src",
+        "src_pages",
+        "words",
+    )
 
     def __init__(
         self,
@@ -49,9 +62,12 @@ class CudaCopy:
         self.src_pages = src_pages
         self.dst = dst
         self.dst_pages = dst_pages
-        self.num_bytes = len(src_pages) * src.page_bytes
+        self.num_bytes = len(src_pages) * link_bytes(src, dst)
+        self.codec: PageCodec | None = None
+        if src.page_bytes != dst.page_bytes:
+            self.codec = dst.codec if src.codec is None else src.codec
         self.runs: list[tuple[int, int, int]] | None = None
-        if self.num_bytes >= engine_run_bytes:
+        if self.codec is None and self.num_bytes >= engine_run_bytes:
             runs = joint_runs(src_pages, dst_pages)
             if self.num_bytes >= engine_run_bytes * len(runs):
                 self.runs = runs
@@ -72,7 +88,11 @@ class CudaCopy:
                 )
             return ()
         lists = ids.store(self.src_pages.ids, self.dst_pages.ids, done)
-        runtime.copy_pages(stream, self.words[0], lists[0], self.words[1], lists[1])
+        src, dst = self.words
+        if self.codec is None:
+            runtime.copy_pages(stream, src, lists[0], dst, lists[1])
+        else:
+            runtime.convert_pages(stream, src, lists[0], dst, lists[1], self.codec)
         return lists
 
 
@@ -88,7 +108,7 @@ class BounceCopy(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.src_pages) * self.src.page_bytes
+        return len(self.src_pages) * link_bytes(self.src, self.dst)
 
 
 class CopyJob:

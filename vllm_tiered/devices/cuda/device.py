@@ -33,7 +33,14 @@ from vllm_tiered.devices.cuda.host_memory import (
 )
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime
-from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageIds, Pages, check_copy
+from vllm_tiered.devices.pages import (
+    NO_PAGES,
+    PageBuffer,
+    PageCodec,
+    PageIds,
+    Pages,
+    check_copy,
+)
 from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.checksums import checked
@@ -79,14 +86,21 @@ class CudaDevice(StorageDevice):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return self._allocate_pinned(num_bytes)
 
-    def far_buffer(self, num_pages: int, page_bytes: int, verify: str = "off") -> PageBuffer:
+    def far_buffer(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        verify: str = "off",
+        codec: PageCodec | None = None,
+    ) -> PageBuffer:
         if verify != "off":  # the CPU reads the pages to check their checksums
             _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
-            return self._keep_store(checked(PageBuffer(data.view(num_pages, page_bytes)), verify))
+            pages = PageBuffer(data.view(num_pages, page_bytes), codec=codec)
+            return self._keep_store(checked(pages, verify))
         data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
-            self._runtime.compile_for(data.view(torch.int32))
-        return PinnedPages(data)
+            self._runtime.compile_for(data.view(torch.int32), codec)
+        return PinnedPages(data, codec=codec)
 
     def prepare(
         self,

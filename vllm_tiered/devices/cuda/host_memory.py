@@ -121,7 +121,7 @@ class PinnedPages(PageBuffer):
 
     def part(self, first_page: int, num_pages: int) -> "PinnedPages":
         data = self.data[first_page : first_page + num_pages]
-        return PinnedPages(data, self.store, self.first_page + first_page)
+        return PinnedPages(data, self.store, self.first_page + first_page, self.codec)
 
     def _release(self, first_page: int, num_pages: int) -> int:
         return 0

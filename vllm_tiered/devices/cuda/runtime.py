@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from vllm_tiered.devices.pages import PageCodec
+
 Stream: TypeAlias = Any
 RawEvent: TypeAlias = Any
 """CUDA event. Until it is recorded it counts as done, and streams do not wait for it."""
@@ -31,6 +33,23 @@ class PageKernel(Protocol):
         src_ids: torch.Tensor,
         dst_PW: torch.Tensor,
         dst_ids: torch.Tensor,
+    ) -> None: ...
+
+
+class ConversionKernel(Protocol):
+    """Kernel that converts pages as it copies them, on the current stream.
+
+    The arguments are those of :class:`PageKernel`, whose pages have different sizes here: one of
+    them has those of the codec's far pages.
+    """
+
+    def __call__(
+        self,
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+        codec: PageCodec,
     ) -> None: ...
 
 
@@ -96,8 +115,24 @@ class Runtime(ABC):
         """Copy scattered pages with a :class:`PageKernel`."""
 
     @abstractmethod
-    def compile_for(self, pages_PW: torch.Tensor) -> None:
-        """Compile the kernel for such pages; otherwise the first launch takes a second for it."""
+    def convert_pages(
+        self,
+        stream: Stream,
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+        codec: PageCodec,
+    ) -> None:
+        """Copy scattered pages with a :class:`ConversionKernel`."""
+
+    @abstractmethod
+    def compile_for(self, far_PW: torch.Tensor, codec: PageCodec | None = None) -> None:
+        """Compile the kernel for such far pages; otherwise the first launch takes a second for it.
+
+        Args:
+            codec: the pages' codec; both of its directions are compiled.
+        """
 
 
 class CudaRuntime(Runtime):
@@ -105,11 +140,15 @@ class CudaRuntime(Runtime):
 
     Args:
         kernel: kernel that copies scattered pages.
+        conversion: kernel that converts them.
         index: index of the GPU; None for the current one.
     """
 
-    def __init__(self, kernel: PageKernel, index: int | None = None) -> None:
+    def __init__(
+        self, kernel: PageKernel, conversion: ConversionKernel, index: int | None = None
+    ) -> None:
         self._kernel = kernel
+        self._conversion = conversion
         self._index = torch.cuda.current_device() if index is None else index
         self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -168,10 +207,28 @@ class CudaRuntime(Runtime):
         with torch.cuda.stream(stream):
             self._kernel(src_PW, src_ids, dst_PW, dst_ids)
 
-    def compile_for(self, pages_PW: torch.Tensor) -> None:
+    def convert_pages(
+        self,
+        stream: Stream,
+        src_PW: torch.Tensor,
+        src_ids: torch.Tensor,
+        dst_PW: torch.Tensor,
+        dst_ids: torch.Tensor,
+        codec: PageCodec,
+    ) -> None:
+        with torch.cuda.stream(stream):
+            self._conversion(src_PW, src_ids, dst_PW, dst_ids, codec)
+
+    def compile_for(self, far_PW: torch.Tensor, codec: PageCodec | None = None) -> None:
         with torch.cuda.device(self._index):
-            no_ids = torch.empty(0, dtype=torch.int64, device=torch.device("cuda", self._index))
-            self._kernel(pages_PW, no_ids, pages_PW, no_ids)
+            gpu = torch.device("cuda", self._index)
+            no_ids = torch.empty(0, dtype=torch.int64, device=gpu)
+            if codec is None:
+                self._kernel(far_PW, no_ids, far_PW, no_ids)
+                return
+            near_PW = torch.empty((1, codec.near_bytes // 4), dtype=torch.int32, device=gpu)
+            self._conversion(near_PW, no_ids, far_PW, no_ids, codec)
+            self._conversion(far_PW, no_ids, near_PW, no_ids, codec)
 
 
 def numa_node_of(pci_address: str, devices: Path = _PCI_DEVICES) -> int | None:
