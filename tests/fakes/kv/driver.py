@@ -36,6 +36,8 @@ class Setup:
         staging_buffers: buffers that several offloaded layers need.
         num_drafts: the most drafts of speculative decoding of a request in a step.
         spare_slots: slots of a prefix store beyond one for each block; None without a store.
+        keeps_blocks: full blocks stay near while there are pages for them.
+        has_cache: the engine has a prefix cache.
     """
 
     num_layers: int = 4
@@ -54,6 +56,8 @@ class Setup:
     staging_buffers: int = 2
     num_drafts: int = 0
     spare_slots: int | None = None
+    keeps_blocks: bool = False
+    has_cache: bool = True
 
     @property
     def partial(self) -> PartialBlocks:
@@ -175,8 +179,10 @@ class Driver:
             num_columns=near_pages // setup.num_layers if setup.has_states else 0,
             num_drafts=setup.num_drafts,
             num_slots=setup.num_slots,
+            keeps_blocks=setup.keeps_blocks,
+            has_cache=setup.has_cache,
         )
-        if setup.num_drafts or setup.num_slots:
+        if setup.num_drafts or setup.num_slots or setup.keeps_blocks:
             worker["check_bytes"] = False
         if setup.num_slots:
             worker["num_slots"] = setup.num_slots
@@ -284,7 +290,8 @@ class Driver:
     def close(self) -> None:
         self.worker.close()
         cached = self.engine.pool.prefix_of.keys()
-        self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids))
+        kept = self.engine.kept.block_ids if self.engine.kept else ()
+        self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids - {*kept}))
         if self.engine.store:
             for slot, tag in self.engine.store.contents():
                 self.worker.check_kept(slot, tag)

@@ -38,6 +38,8 @@ def setups(draw):
         window_tokens=draw(st.sampled_from((0, 0, 1, 3, 8))),
         has_states=draw(st.booleans()),
         staging_buffers=draw(st.sampled_from((1, 2))),
+        keeps_blocks=draw(st.booleans()),
+        has_cache=draw(st.sampled_from((True, True, False))),
     )
 
 

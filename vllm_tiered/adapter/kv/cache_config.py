@@ -49,7 +49,7 @@ def logical_blocks(
         BudgetError: the far tier is too small for the expansion, the host has less memory than
             the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
-    limit = kv_plan.logical_limit(geometry)
+    limit = kv_plan.fixed_limit(kv, geometry)
     budget = kv_plan.far_budget_bytes(kv, world_size)
     needed = geometry.far_bytes(limit + 1)
     if needed > budget and kv.tier == "far":

@@ -87,9 +87,20 @@ class KvPlan:
         return self.near_pages * self.geometry.page_bytes
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether full blocks stay near while there are pages for them (``kept_blocks.py``)."""
+        return self.config.policy == "blocks" and bool(self.order.offloaded)
+
+    @property
     def expansion(self) -> float:
         """The expansion at the start."""
-        return self.stack.expansion(self.order.num_far)
+        return self.expansion_at(self.order.num_far)
+
+    def expansion_at(self, num_far: int) -> float:
+        """Return the expansion with so many offloaded layers."""
+        if self.keeps_blocks:
+            return (self.num_blocks - 1) * self.geometry.num_layers / self.near_pages
+        return self.stack.expansion(num_far)
 
     @property
     def max_num_far(self) -> int:
@@ -183,6 +194,8 @@ def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
     reachable = stack.expansion(stack.max_num_far)
     wanted = float(kv.expansion)
     num_far = stack.num_far_for(wanted)
+    if kv.policy == "blocks" and num_far:
+        return stack.max_num_far  # a block that is not kept then takes the fewest near pages
     if num_far is None:
         buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
         drafts = f" ({stack.num_draft} of a draft model)" if stack.num_draft else ""
@@ -226,6 +239,14 @@ def make_levels(
         partial=partial,
     )
     return with_max_num_far(levels, max_num_far)
+
+
+def fixed_limit(kv: KvConfig, geometry: KvGeometry) -> int:
+    """Return the most blocks that the engine's pool may have at a configured expansion."""
+    limit = logical_limit(geometry)
+    if kv.policy != "blocks":
+        return limit
+    return min(limit, int(float(kv.expansion) * geometry.near_pages) // geometry.num_layers)
 
 
 def logical_limit(geometry: KvGeometry) -> int:

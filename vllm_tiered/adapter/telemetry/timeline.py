@@ -76,7 +76,7 @@ class Timeline:
                 joules=report.joules,
                 assumed_joules=report.assumed_joules,
                 far_layers=far_layers,
-                expansion=self._plan.stack.expansion(far_layers),
+                expansion=self._plan.expansion_at(far_layers),
                 released_blocks=elastic.released_blocks,
                 reserved_blocks=max(0, at_level - elastic.released_blocks),
                 used_blocks=step.used_blocks,
