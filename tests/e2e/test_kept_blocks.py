@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy `blocks`: full blocks stay near while there are pages, and a step reads only the others."""
+"""Policy `blocks`: full blocks stay near while there are pages, and a step reads the others."""
 
 from typing import Any
 
 import pytest
 
 from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
-from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import worker
-from vllm_tiered.kv.kept_blocks import KeptBlocks
 
 MIB = 1 << 20
 PROMPTS = random_prompts(10, longest=150)

@@ -42,8 +42,8 @@ class KvConfig(Section):
         OneOf(words=("interleave", "blocks", "on_demand")),
         'What is far, and when it is read. `"interleave"` offloads some layers, evenly spaced, and '
         'reads each ahead of its use. `"blocks"` keeps whole blocks near and offloads the others '
-        'in almost all layers. `"on_demand"` reads when a layer is needed, for comparison. The '
-        "last two need a fixed `expansion`.",
+        'in almost all layers. `"on_demand"` reads when a layer is needed, for comparison; it '
+        "needs a fixed `expansion`.",
     )
     tier: Literal["far", "storage"] = option(
         "far",

@@ -4,8 +4,8 @@
 At one near-KV budget the plugin runs the same requests at the same expansions under each policy.
 `interleave` reads whole layers ahead while other layers compute. `blocks` reads ahead, too, but
 keeps whole blocks near, and reads only what does not fit. With `on_demand` each far layer waits for
-its own reads, as in FlexGen-style swapping. vLLM alone is the baseline. Rounds are interleaved. With
-`--set dtype=float32` nothing is reported unless all tokens are vLLM's.
+its own reads, as in FlexGen-style swapping. vLLM alone is the baseline. Rounds are interleaved.
+With `--set dtype=float32` nothing is reported unless all tokens are vLLM's.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Setup:
         num_drafts: the most drafts of speculative decoding of a request in a step.
         spare_slots: slots of a prefix store beyond one for each block; None without a store.
         keeps_blocks: full blocks stay near while there are pages for them.
+        by_blocks: if adaptive, the levels differ in the number of blocks.
         has_cache: the engine has a prefix cache.
     """
 
@@ -57,6 +58,7 @@ class Setup:
     num_drafts: int = 0
     spare_slots: int | None = None
     keeps_blocks: bool = False
+    by_blocks: bool = False
     has_cache: bool = True
 
     @property
@@ -106,6 +108,8 @@ class Setup:
             staging_buffers=self.staging_buffers,
             partial=self.partial,
         )
+        if self.by_blocks:
+            boundless = replace(boundless, offloads_partial_blocks=False)
         fewest = max(
             boundless.geometry(level).pages_needed(*self.sure_pages) for level in boundless.ladder
         )
@@ -113,7 +117,10 @@ class Setup:
         near_pages = rows * self.num_layers
         levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
         limits = [levels.block_limit(level, 0) for level in levels.ladder]
-        return replace(levels, max_blocks=max(limits))
+        levels = replace(levels, max_blocks=max(limits))
+        if not self.by_blocks or not self.num_far or limits[-1] <= limits[0]:
+            return levels
+        return replace(levels, keeps_blocks=True, max_blocks=limits[-1])
 
     @property
     def order(self) -> SwapOrder:

@@ -143,13 +143,11 @@ SETUPS = (
         ahead=True,
         offloads_partial_blocks=True,
     ),
+    Setup(num_layers=4, num_far=3, sure_blocks=4, spare_pages=12, spare_slots=8, keeps_blocks=True),
     Setup(
-        num_layers=4, num_far=3, sure_blocks=4, spare_pages=12, spare_slots=8, keeps_blocks=True
+        num_layers=3, num_far=2, sure_blocks=4, spare_pages=9, window_tokens=3, keeps_blocks=True
     ),
-    Setup(num_layers=3, num_far=2, sure_blocks=4, spare_pages=9, window_tokens=3, keeps_blocks=True),
-    Setup(
-        num_layers=5, num_far=4, sure_blocks=5, spare_pages=20, num_drafts=3, keeps_blocks=True
-    ),
+    Setup(num_layers=5, num_far=4, sure_blocks=5, spare_pages=20, num_drafts=3, keeps_blocks=True),
 )
 
 

@@ -113,12 +113,12 @@ def adaptive_levels(
             bound,
         )
         return allowed
-    if allowed.max_num_far < levels.max_num_far:
+    if allowed.max_blocks < levels.max_blocks:
         logger.warning(
             "tiered kv: far memory (%s per rank, %s) limits the expansion to %.2f",
             format_bytes(budget),
             bound,
-            allowed.expansion(allowed.max_num_far),
+            allowed.expansion(allowed.ladder[-1]),
         )
     largest = kv_plan.largest_for_one_request(allowed, resident_blocks)
     _check_longest(largest, allowed.max_blocks, max_model_len, resident_blocks)

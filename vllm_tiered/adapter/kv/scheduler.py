@@ -292,7 +292,7 @@ class TieredScheduler:
             text = (
                 f"{self.storage_failure}: it is not used any more. Near and far memory hold "
                 f"{levels.max_blocks} blocks (expansion "
-                f"{levels.expansion(levels.max_num_far):.2f}), and "
+                f"{levels.expansion(levels.ladder[-1]):.2f}), and "
                 f"{self._max_request_tokens} tokens of one request"
             )
         logger.error("tiered kv: %s. Restart with another kv.path to use a disk again", text)
@@ -360,8 +360,8 @@ class TieredScheduler:
         if self.adaptive:
             self.adaptive.decide(step)
         if self._timeline:
-            num_far = self.expansion.level.num_far if self.expansion else self._plan.order.num_far
-            self._timeline.record_step(step, self.elastic, num_far)
+            level = self.expansion.level if self.expansion else self._plan.start
+            self._timeline.record_step(step, self.elastic, level)
 
     def _usage(self) -> float:
         """Return the share of the highest level's blocks that requests hold.
