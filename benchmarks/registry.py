@@ -67,7 +67,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         Benchmark(
             name="kv_policy",
-            summary="what reading ahead gives: interleave against copying on demand",
+            summary="policies of what is far and when it is read: layers, blocks, on demand",
             module="benchmarks.suites.kv.policy",
         ),
         Benchmark(

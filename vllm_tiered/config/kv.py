@@ -37,11 +37,13 @@ class KvConfig(Section):
         Number(at_least=1, at_most=1e6),
         'Upper limit of `expansion` `"auto"`.',
     )
-    policy: Literal["interleave", "on_demand"] = option(
+    policy: Literal["interleave", "blocks", "on_demand"] = option(
         "interleave",
-        OneOf(words=("interleave", "on_demand")),
-        'When far layers are read. `"interleave"` reads a layer ahead of its use, `"on_demand"` '
-        "when it is needed; the latter exists for comparison. Both space them evenly.",
+        OneOf(words=("interleave", "blocks", "on_demand")),
+        'What is far, and when it is read. `"interleave"` offloads some layers, evenly spaced, and '
+        'reads each ahead of its use. `"blocks"` keeps whole blocks near and offloads the others '
+        'in almost all layers. `"on_demand"` reads when a layer is needed, for comparison; it '
+        "needs a fixed `expansion`.",
     )
     tier: Literal["far", "storage"] = option(
         "far",

@@ -79,7 +79,8 @@ def observe(
     geometry = levels.geometry(levels.ladder[level_idx])
     # Some of the charges are for a second partial block, which few requests have.
     partial = min(window.partial, window.running, window.used)
-    staged = geometry.staged_blocks(window.used, partial, window.resident)
+    means = (count / window.steps for count in (window.used, partial, window.resident))
+    staged = window.steps * geometry.staged_blocks(*means)
     unit_link = history.unit_link
     if geometry.num_far and staged >= _MIN_STAGED * window.used > 0:
         unit_link = window.link_seconds / (geometry.num_far * staged)

@@ -93,7 +93,19 @@ def on_demand(
     return replace(interleave(num_layers, num_far, staging_buffers, num_draft), prefetches=False)
 
 
+def blocks(
+    num_layers: int, num_far: int, staging_buffers: int = STAGING_BUFFERS, num_draft: int = 0
+) -> SwapOrder:
+    """Offload the layers of ``interleave``, but keep as many whole blocks near as there are pages.
+
+    A step reads only the blocks that are not kept (``kept_blocks.py``). So it reads what does not
+    fit, and nothing if everything fits, whatever the number of offloaded layers.
+    """
+    return interleave(num_layers, num_far, staging_buffers, num_draft)
+
+
 POLICIES: dict[str, Policy] = {
     "interleave": interleave,
     "on_demand": on_demand,
+    "blocks": blocks,
 }

@@ -62,6 +62,7 @@ class RecentSteps:
                 plan.load_and_store,
                 plan.alloc_partial,
                 plan.store_partial,
+                plan.keep,
                 NO_BLOCKS if plan.prefixes is None else plan.prefixes.fetch,
             )
             for block_id in block_ids.tolist()

@@ -99,7 +99,9 @@ class StepPlan:
         free_partial: resident partial blocks whose requests ended or were preempted, and blocks of
             resident groups that nothing uses any more. A block may be freed and allocated in one
             step, in this order.
-        evict_partial: resident partial blocks to write to the far tier before this step.
+        evict_partial: resident partial blocks to write to the far tier before this step, or kept
+            ones.
+        keep: blocks that this step fills and that stay near (``kept_blocks.py``).
         alloc_state: blocks that recurrent states get.
         state_columns: the columns of near pages in which they lie (``state_columns.py``).
         free_state: blocks whose recurrent states are not needed any more.
@@ -118,6 +120,7 @@ class StepPlan:
     store_partial: BlockIds = field(default_factory=_no_blocks)
     free_partial: BlockIds = field(default_factory=_no_blocks)
     evict_partial: BlockIds = field(default_factory=_no_blocks)
+    keep: BlockIds = field(default_factory=_no_blocks)
     alloc_state: BlockIds = field(default_factory=_no_blocks)
     state_columns: BlockIds = field(default_factory=_no_blocks)
     free_state: BlockIds = field(default_factory=_no_blocks)

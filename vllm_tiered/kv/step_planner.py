@@ -111,6 +111,8 @@ class StepPlanner:
             may cache a block as full that is partial here.
 
     Attributes:
+        dropped: full blocks of the requests that ended before the step that was planned last; their
+            content is needed only for the prefix cache.
         is_full: bool [num_blocks], whether a planned step has filled the block. It is never unset
             here.
     """
@@ -119,6 +121,8 @@ class StepPlanner:
         self._block_tokens = block_tokens
         self._has_drafts = has_drafts
         self._requests: dict[str, _Request] = {}
+        self.dropped = NO_BLOCKS
+        self._dropped: list[BlockIds] = []
         self.is_full = np.zeros(num_blocks, dtype=np.bool_)
         self._is_loaded = np.zeros(num_blocks, dtype=np.bool_)  # blocks the previous step loaded
         self._filled: list[BlockIds] = []  # blocks that the previous step filled
@@ -162,6 +166,7 @@ class StepPlanner:
             IntegrityError: a request continues in a block that is neither new nor its partial one.
         """
         self._partial_blocks_resident = partial_blocks_resident
+        self._dropped = []
         freed: list[int] = []
         evicted: list[int] = []
         for name in ended:
@@ -173,14 +178,20 @@ class StepPlanner:
         full: list[BlockIds] = []
         extended: list[int] = []
         written = _WrittenBlocks()
+        goes_on: list[BlockIds] = []  # a session drops its blocks, and goes on in them
         for part in scheduled:
             request = self._track(part, freed)
+            if part.restarts and self._dropped:
+                goes_on.append(request.blocks(0, request.num_blocks))
             full_before = part.computed_tokens // self._block_tokens
             if full_before and num_far != 0:
                 full.append(request.blocks(0, full_before))
             if request.num_far:
                 extended += request.partial[: request.num_far]
             self._classify(part, request, written)
+        self.dropped = _joined(self._dropped)
+        if goes_on and len(self.dropped):
+            self.dropped = np.setdiff1d(self.dropped, np.concatenate(goes_on))
         store_new, store_partial = _joined(written.store_new), _block_ids(written.store_partial)
         load_and_store = _block_ids(extended)
         near_partial = self._near_partial() if self._has_drafts else NO_BLOCKS
@@ -231,6 +242,7 @@ class StepPlanner:
             or partial_blocks_resident != self._partial_blocks_resident
         ):
             return None
+        self.dropped = NO_BLOCKS
         steady = self._continue_steady(num_far)
         self._steps_on += 1
         due = self._due.pop(self._steps_on, _NO_NAMES)
@@ -360,7 +372,11 @@ class StepPlanner:
     def _drop(self, request_id: str) -> list[int]:
         """Stop tracking the request; return its partial blocks that are near."""
         request = self._requests.pop(request_id, None)
-        return request.near_partial if request else []
+        if request is None:
+            return []
+        if request.num_full:
+            self._dropped.append(request.blocks(0, request.num_full))
+        return request.near_partial
 
     def _evict_partial(self) -> list[int]:
         """Mark all partial blocks as far; return those that were near."""

@@ -131,6 +131,11 @@ class Swapper:
         return self.table.order
 
     @property
+    def num_released(self) -> int:
+        """Blocks that the engine may use."""
+        return len(self._near_pages.released)
+
+    @property
     def is_laid_out_as_vllm(self) -> bool:
         """Whether block b of layer l is page ``l * (P / n) + b``, as in vLLM's own layout."""
         return self._near_pages.is_laid_out_as_vllm

@@ -38,6 +38,9 @@ class Setup:
         num_drafts: the most drafts of speculative decoding of a request in a step.
         spare_slots: slots of a prefix store beyond one for each block; None without a store.
         halves_pages: far pages are narrower; only with blocks of several tokens.
+        keeps_blocks: full blocks stay near while there are pages for them.
+        by_blocks: if adaptive, the levels differ in the number of blocks.
+        has_cache: the engine has a prefix cache.
     """
 
     num_layers: int = 4
@@ -57,6 +60,9 @@ class Setup:
     num_drafts: int = 0
     spare_slots: int | None = None
     halves_pages: bool = False
+    keeps_blocks: bool = False
+    by_blocks: bool = False
+    has_cache: bool = True
 
     @property
     def codec(self) -> HalvedPages | None:
@@ -111,6 +117,8 @@ class Setup:
             staging_buffers=self.staging_buffers,
             partial=self.partial,
         )
+        if self.by_blocks:
+            boundless = replace(boundless, offloads_partial_blocks=False)
         fewest = max(
             boundless.geometry(level).pages_needed(*self.sure_pages) for level in boundless.ladder
         )
@@ -118,7 +126,10 @@ class Setup:
         near_pages = rows * self.num_layers
         levels = replace(boundless, near_pages=near_pages, max_blocks=near_pages)
         limits = [levels.block_limit(level, 0) for level in levels.ladder]
-        return replace(levels, max_blocks=max(limits))
+        levels = replace(levels, max_blocks=max(limits))
+        if not self.by_blocks or not self.num_far or limits[-1] <= limits[0]:
+            return levels
+        return replace(levels, keeps_blocks=True, max_blocks=limits[-1])
 
     @property
     def order(self) -> SwapOrder:
@@ -184,8 +195,10 @@ class Driver:
             num_columns=near_pages // setup.num_layers if setup.has_states else 0,
             num_drafts=setup.num_drafts,
             num_slots=setup.num_slots,
+            keeps_blocks=setup.keeps_blocks,
+            has_cache=setup.has_cache,
         )
-        if setup.num_drafts or setup.num_slots:
+        if setup.num_drafts or setup.num_slots or setup.keeps_blocks:
             worker["check_bytes"] = False
         if setup.num_slots:
             worker["num_slots"] = setup.num_slots
@@ -294,7 +307,8 @@ class Driver:
     def close(self) -> None:
         self.worker.close()
         cached = self.engine.pool.prefix_of.keys()
-        self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids))
+        kept = self.engine.kept.block_ids if self.engine.kept else ()
+        self.worker.check_far(sorted(cached - self.engine.elastic.resident.block_ids - {*kept}))
         if self.engine.store:
             for slot, tag in self.engine.store.contents():
                 self.worker.check_kept(slot, tag)

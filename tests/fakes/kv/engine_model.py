@@ -10,7 +10,8 @@ next step is scheduled before the last one has run, as under vLLM's async schedu
 ``defer_frees`` keeps a request's blocks until the steps that still write them have run, as vLLM
 does for connectors. With ``num_drafts`` a decode step also computes drafts, of which a prefix is
 accepted; ``ahead``, that is known when the next step is scheduled already. With ``num_slots`` a
-prefix store keeps blocks that leave the prefix cache.
+prefix store keeps blocks that leave the prefix cache. With ``keeps_blocks`` full blocks stay near
+while there are pages; without ``has_cache`` there is no prefix cache.
 """
 
 import zlib
@@ -23,10 +24,11 @@ from tests.fakes.kv.request_model import Part, Request, Status, Step
 from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.kept_blocks import KeptBlocks
 from vllm_tiered.kv.layout import KvGeometry, KvLevels
 from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.state_columns import StateColumns
-from vllm_tiered.kv.step_plan import ScheduledRequest, StepPlan
+from vllm_tiered.kv.step_plan import NO_BLOCKS, ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
 
 
@@ -47,6 +49,8 @@ class EngineModel:
         num_columns: int = 0,
         num_drafts: int = 0,
         num_slots: int = 0,
+        keeps_blocks: bool = False,
+        has_cache: bool = True,
     ) -> None:
         self.num_drafts = num_drafts
         self.num_accepted = self.num_rejected = 0
@@ -63,6 +67,8 @@ class EngineModel:
             block_tokens=geometry.block_tokens,
             has_drafts=num_drafts > 0,
         )
+        self.kept = KeptBlocks(usable_blocks + 1) if keeps_blocks else None
+        self.has_cache = has_cache
         self.elastic = ElasticBlocks(geometry=geometry, usable_blocks=usable_blocks)
         if num_columns:
             self.elastic.resident.columns = StateColumns(num_columns)
@@ -194,7 +200,7 @@ class EngineModel:
         while len(self.running) < self.max_running and (queue := self.holding or self.waiting):
             request = queue[0]
             hits = [] if request.blocks or self.has_states else self._hits(request)
-            keys = [] if request.blocks else self._stored(request, len(hits))
+            keys = [] if request.blocks or not self.has_cache else self._stored(request, len(hits))
             computed = request.computed + (len(hits) + len(keys)) * self.block_tokens
             if (num_tokens := min(chunk(), request.known - computed)) <= 0:
                 break
@@ -249,6 +255,14 @@ class EngineModel:
         )
         if self.store:
             plan = replace(plan, prefixes=self.store.take_moves(released, reserved))
+        if self.kept:
+            elastic, dropped = self.elastic, self.planner.dropped
+            plan = self.kept.apply(
+                plan,
+                elastic.geometry,
+                elastic.released_blocks,
+                NO_BLOCKS if self.has_cache else dropped,
+            )
         return plan
 
     def _part(
@@ -393,6 +407,8 @@ class EngineModel:
 
         They are not computed yet.
         """
+        if not self.has_cache:
+            return
         for index in range(min(num_tokens, request.known) // self.block_tokens):
             end = (index + 1) * self.block_tokens
             self.pool.cache(request.blocks[index], tuple(request.tokens[:end]))

@@ -39,6 +39,8 @@ def setups(draw):
         has_states=draw(st.booleans()),
         staging_buffers=draw(st.sampled_from((1, 2))),
         halves_pages=draw(st.booleans()),
+        keeps_blocks=draw(st.booleans()),
+        has_cache=draw(st.sampled_from((True, True, False))),
     )
 
 

@@ -93,7 +93,7 @@ class AdaptiveExpansion:
             self.expansion.aim(new)
 
     def _describe(self, level: Level) -> str:
-        expansion = self._levels.expansion(level.num_far)
+        expansion = self._levels.expansion(level)
         partial = "" if level.partial_blocks_resident else ", partly filled blocks too"
         return f"{level.num_far} far layers (expansion {expansion:.2f}{partial})"
 

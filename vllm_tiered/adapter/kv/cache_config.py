@@ -53,7 +53,7 @@ def logical_blocks(
         BudgetError: the far tier is too small for the expansion, the host has less memory than
             the far pages take, or one request of ``max_model_len`` tokens would not fit.
     """
-    limit = kv_plan.logical_limit(geometry)
+    limit = kv_plan.fixed_limit(kv, geometry)
     needed = geometry.far_bytes(limit + 1)
     if needed > far_budget and kv.tier == "far":
         fits = max(0, far_budget // max(1, geometry.far_bytes(1)) - 1)
@@ -117,12 +117,12 @@ def adaptive_levels(
             bound,
         )
         return allowed
-    if allowed.max_num_far < levels.max_num_far:
+    if allowed.max_blocks < levels.max_blocks:
         logger.warning(
             "tiered kv: far memory (%s per rank, %s) limits the expansion to %.2f",
             format_bytes(budget),
             bound,
-            allowed.expansion(allowed.max_num_far),
+            allowed.expansion(allowed.ladder[-1]),
         )
     largest = kv_plan.largest_for_one_request(allowed, resident_blocks)
     _check_longest(largest, allowed.max_blocks, max_model_len, resident_blocks)

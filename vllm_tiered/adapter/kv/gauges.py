@@ -16,12 +16,12 @@ def kv_gauges(
         num_reserved: number of reserved blocks.
     """
     if level is None:
-        level = Level(plan.order.num_far)
+        level = plan.start
     # If there are far pages, only the workers know which tier holds them.
     no_far_pages = {} if plan.swaps else {"kv_far_bytes": 0, "kv_storage_bytes": 0}
     return TieredStats(
         data={
-            "kv_expansion": plan.stack.expansion(level.num_far),
+            "kv_expansion": plan.expansion_at(level),
             "kv_far_layers": level.num_far,
             "kv_partial_blocks_far": int(not level.partial_blocks_resident),
             "kv_near_bytes": plan.near_bytes * world_size,

@@ -91,9 +91,26 @@ class KvPlan:
         return self.near_pages * self.geometry.page_bytes
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether full blocks stay near while there are pages for them (``kept_blocks.py``)."""
+        return self.config.policy == "blocks" and self.swaps
+
+    @property
     def expansion(self) -> float:
         """The expansion at the start."""
-        return self.stack.expansion(self.order.num_far)
+        return self.expansion_at(self.start)
+
+    @property
+    def max_expansion(self) -> float:
+        """The highest expansion that is ever reached."""
+        return self.expansion_at(self.levels.ladder[-1] if self.levels else self.start)
+
+    def expansion_at(self, level: Level) -> float:
+        """Return the expansion at a level."""
+        if self.keeps_blocks and level.num_far:
+            num_blocks = level.max_blocks or self.num_blocks - 1
+            return num_blocks * self.geometry.num_layers / self.near_pages
+        return self.stack.expansion(level.num_far)
 
     @property
     def max_num_far(self) -> int:
@@ -178,15 +195,17 @@ def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
             cannot change it.
     """
     if kv.expansion == "auto":
-        if kv.policy != "interleave":
+        if kv.policy == "on_demand":
             raise ConfigError(
-                f'kv.policy="{kv.policy}" cannot change its expansion while it runs: set '
-                'kv.expansion to a number, or kv.policy="interleave"'
+                'kv.policy="on_demand" cannot change its expansion while it runs: set '
+                "kv.expansion to a number, or kv.policy to another one"
             )
         return None
     reachable = stack.expansion(stack.max_num_far)
     wanted = float(kv.expansion)
     num_far = stack.num_far_for(wanted)
+    if kv.policy == "blocks" and num_far:
+        return stack.max_num_far  # a block that is not kept then takes the fewest near pages
     if num_far is None:
         buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
         drafts = f" ({stack.num_draft} of a draft model)" if stack.num_draft else ""
@@ -216,22 +235,36 @@ def make_levels(
     kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int, partial: PartialBlocks
 ) -> KvLevels:
     """Return all levels up to ``max_expansion``, regardless of the far budget."""
+    keeps_blocks = kv.policy == "blocks"
     max_num_far = stack.max_num_far_within(kv.max_expansion)
+    if keeps_blocks:
+        max_num_far = stack.max_num_far if kv.max_expansion > 1 else 0
     levels = KvLevels(
         num_layers=stack.num_layers,
         page_bytes=spec.page_size_bytes,
         block_tokens=spec.block_size,
         near_pages=near_pages,
         max_num_far=max_num_far,
-        max_blocks=near_pages,
+        max_blocks=int(kv.max_expansion * near_pages) // max(1, stack.num_layers),
         staging_buffers=stack.staging_buffers,
+        keeps_blocks=keeps_blocks,
         # An offloaded partial block would be written to the SSD in every step. With narrow pages it
         # would be rounded in every step.
-        offloads_partial_blocks=kv.tier != "storage" and kv.far_dtype == "auto",
+        offloads_partial_blocks=(
+            kv.tier != "storage" and kv.far_dtype == "auto" and not keeps_blocks
+        ),
         partial=partial,
         far_format=page_format(kv, spec),
     )
     return with_max_num_far(levels, max_num_far)
+
+
+def fixed_limit(kv: KvConfig, geometry: KvGeometry) -> int:
+    """Return the most blocks that the engine's pool may have at a configured expansion."""
+    limit = logical_limit(geometry)
+    if kv.policy != "blocks":
+        return limit
+    return min(limit, int(float(kv.expansion) * geometry.near_pages) // geometry.num_layers)
 
 
 def logical_limit(geometry: KvGeometry) -> int:
@@ -244,10 +277,21 @@ def logical_limit(geometry: KvGeometry) -> int:
 
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     """Remove the levels above one; only level 0 is left if no other level holds more blocks."""
+    if levels.keeps_blocks:
+        return with_max_blocks(levels, levels.max_blocks if num_far == levels.max_num_far else 0)
     blocks_of = [logical_limit(levels.geometry(Level(m))) for m in range(num_far + 1)]
     # The lowest of the levels that hold the most, as more offloaded layers would only cost.
     highest = blocks_of.index(max(blocks_of))
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
+
+
+def with_max_blocks(levels: KvLevels, num_blocks: int) -> KvLevels:
+    """Remove the levels with more blocks; only level 0 is left if no other one has more blocks."""
+    alone = levels.geometry(Level(0)).block_limit(0)
+    most = min(num_blocks, logical_limit(levels.geometry(Level(levels.max_num_far))))
+    if most <= alone:
+        return dataclasses.replace(levels, max_num_far=0, max_blocks=alone)
+    return dataclasses.replace(levels, max_blocks=most)
 
 
 def largest_for_one_request(levels: KvLevels, resident_blocks: int) -> KvGeometry:
@@ -270,6 +314,10 @@ def max_request_tokens(levels: KvLevels, resident_blocks: int) -> int:
 
 def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
     """Remove the levels that ``budget`` bytes of far memory cannot hold."""
+    if levels.keeps_blocks:
+        bytes_per_block = levels.geometry(Level(levels.max_num_far)).far_bytes(1)
+        fits = budget // max(1, bytes_per_block) - 1
+        return with_max_blocks(levels, min(fits, levels.max_blocks))
 
     def far_bytes(num_far: int) -> int:
         geometry = levels.geometry(Level(num_far))
@@ -337,11 +385,14 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         # The number of blocks determines the highest level, whatever limited it in the process
         # that made the configuration.
         levels = make_levels(config.kv, spec, stack, near_pages, partial)
-        blocks_of = [
-            logical_limit(levels.geometry(Level(m))) for m in range(levels.max_num_far + 1)
-        ]
-        fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
-        levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
+        if levels.keeps_blocks:
+            levels = with_max_blocks(levels, num_blocks - 1)
+        else:
+            blocks_of = [
+                logical_limit(levels.geometry(Level(m))) for m in range(levels.max_num_far + 1)
+            ]
+            fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
+            levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
         if not levels.max_num_far:
             levels = None
     elif num_far and config.kv.tier == "storage" and config.kv.policy == "interleave":

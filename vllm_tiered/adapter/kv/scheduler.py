@@ -27,6 +27,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.kv.admission import Admission, LeftOver
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
+from vllm_tiered.kv.kept_blocks import KeptBlocks
 from vllm_tiered.kv.layout import KvLevels
 from vllm_tiered.kv.prefix_store import PrefixStore
 from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
@@ -111,6 +112,7 @@ class TieredScheduler:
             self.expansion = Expansion(plan.levels, self.elastic, plan.start)
         self.storage_failure = ""
         self.prefix_hits: PrefixHits | None = None
+        self._kept = KeptBlocks(plan.num_blocks) if plan.keeps_blocks else None
         self.unservable: dict[str, str] = {}
         self._max_model_len = self._max_request_tokens = max_model_len
         self._restricted_by = ""  # why levels that the engine began with are not reached any more
@@ -221,6 +223,8 @@ class TieredScheduler:
                 step = self._with_prefixes(step, released, reserved)
         elif self.prefix_hits:
             step = self._with_prefixes(step)
+        if self._kept:
+            step = self._with_kept_blocks(self._kept, step)
         self.recent.add(step, requests)
         if self.elastic.resident.columns:
             name_columns(scheduler_output, self._groups.resident, self.elastic.resident.columns)
@@ -235,6 +239,15 @@ class TieredScheduler:
         assert self.prefix_hits is not None
         moves = self.prefix_hits.store.take_moves(released, reserved)
         return step if moves is None else dataclasses.replace(step, prefixes=moves)
+
+    def _with_kept_blocks(self, kept: KeptBlocks, step: StepPlan) -> StepPlan:
+        """Let full blocks stay near while there are pages for them."""
+        return kept.apply(
+            step,
+            self.elastic.geometry,
+            self.elastic.released_blocks,
+            NO_BLOCKS if self._manager.enable_caching else self._planner.dropped,
+        )
 
     def end_step(self, scheduler_output: Any) -> None:
         """Record that the outcome of this step is known."""
@@ -302,7 +315,7 @@ class TieredScheduler:
             text = (
                 f"{self.storage_failure}: it is not used any more. Near and far memory hold "
                 f"{levels.max_blocks} blocks (expansion "
-                f"{levels.expansion(levels.max_num_far):.2f}), and "
+                f"{levels.expansion(levels.ladder[-1]):.2f}), and "
                 f"{self._max_request_tokens} tokens of one request"
             )
         logger.error("tiered kv: %s. Restart with another kv.path to use a disk again", text)
@@ -348,6 +361,7 @@ class TieredScheduler:
             num_reserved=len(self.elastic.reserved),
         )
         stats.data["kv_blocks_stored"] = self.prefix_hits.store.num_kept if self.prefix_hits else 0
+        stats.data["kv_blocks_kept"] = len(self._kept.block_ids) if self._kept else 0
         stats.data["kv_storage_failed"] = int(bool(self.storage_failure))
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
@@ -371,8 +385,8 @@ class TieredScheduler:
         if self.adaptive:
             self.adaptive.decide(step)
         if self._timeline:
-            num_far = self.expansion.level.num_far if self.expansion else self._plan.order.num_far
-            self._timeline.record_step(step, self.elastic, num_far)
+            level = self.expansion.level if self.expansion else self._plan.start
+            self._timeline.record_step(step, self.elastic, level)
 
     def _usage(self) -> float:
         """Return the share of the highest level's blocks that requests hold.
@@ -384,7 +398,8 @@ class TieredScheduler:
         if self.expansion is not None:
             levels = self.expansion.levels
         if levels is None:
-            most = self._plan.geometry.block_limit(num_partial, resident)
+            limit = self._plan.geometry.block_limit(num_partial, resident)
+            most = min(self.elastic.usable_blocks, limit)
         else:
             most = levels.block_limit(levels.ladder[-1], num_partial, resident)
         return min(1.0, self._admission.used_blocks / max(1, most))

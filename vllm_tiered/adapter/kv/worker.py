@@ -381,7 +381,8 @@ class TieredWorker:
         gauges = kv_gauges(
             self._plan,
             self._world_size,
-            level=Level(order.num_far),
+            # The scheduler's bound is not known here; less is released where blocks are partial.
+            level=Level(order.num_far, max_blocks=self.swapper.num_released),
             num_reserved=self._plan.num_blocks - 1 - self._plan.released_blocks,
         ).data
         if self.swapper.num_steps:  # then only the scheduler knows these

@@ -165,11 +165,13 @@ GAUGE_METRICS = (
         "kv_blocks",
         "KV blocks: released to requests, or reserved because more far layers would free them or "
         "partial blocks that stay near take their memory. Stored ones have left the prefix cache, "
-        "and their content is in far memory for later requests.",
+        "and their content is in far memory for later requests. Kept ones are full, and near in "
+        "every layer.",
         "state",
         released="kv_blocks_released",
         reserved="kv_blocks_reserved",
         stored="kv_blocks_stored",
+        kept="kv_blocks_kept",
     ),
 )
 """Gauges that the scheduler sets, except for the bytes of far pages."""

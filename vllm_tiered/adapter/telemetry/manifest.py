@@ -9,6 +9,7 @@ from vllm_tiered.config import FfnConfig
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.kv.far_tier import FarHomes
+from vllm_tiered.kv.layout import Level
 from vllm_tiered.kv.policy import SwapOrder
 from vllm_tiered.planner.pipeline_time import ExpectedStep
 from vllm_tiered.trial import Measured
@@ -80,8 +81,8 @@ class KvManifest:
             why_not=None if plan.swaps else left.why_not,
             is_supported=left.is_supported,
             policy=plan.config.policy,
-            expansion=plan.stack.expansion(order.num_far),
-            max_expansion=plan.stack.expansion(plan.max_num_far),
+            expansion=plan.expansion_at(Level(order.num_far)),
+            max_expansion=plan.max_expansion,
             num_layers=geometry.num_layers - plan.stack.num_draft,
             near_only_layers=plan.groups.num_resident_layers if plan.groups else 0,
             far_layers=order.num_far,

@@ -15,6 +15,7 @@ from vllm_tiered.adapter.telemetry import energy, manifest
 from vllm_tiered.adapter.telemetry.manifest import KvManifest
 from vllm_tiered.config import ReportConfig
 from vllm_tiered.kv.block_limit import ElasticBlocks
+from vllm_tiered.kv.layout import Level
 from vllm_tiered.report.records import Header, Machine, StepSample
 from vllm_tiered.report.writer import TimelineWriter
 
@@ -59,7 +60,7 @@ class Timeline:
             ),
         )
 
-    def record_step(self, step: Step, elastic: ElasticBlocks, far_layers: int) -> None:
+    def record_step(self, step: Step, elastic: ElasticBlocks, level: Level) -> None:
         """Record a finished step."""
         report = step.report
         begin = step.end - step.seconds - self._start
@@ -76,8 +77,8 @@ class Timeline:
                 write_bytes=report.write_bytes,
                 joules=report.joules,
                 assumed_joules=report.assumed_joules,
-                far_layers=far_layers,
-                expansion=self._plan.stack.expansion(far_layers),
+                far_layers=level.num_far,
+                expansion=self._plan.expansion_at(level),
                 released_blocks=elastic.released_blocks,
                 reserved_blocks=max(0, at_level - elastic.released_blocks),
                 used_blocks=step.used_blocks,
