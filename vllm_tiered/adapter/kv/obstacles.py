@@ -202,6 +202,11 @@ def find_connector_obstacle(vllm_config: Any, kv_cache_configs: list[Any]) -> st
             f"beside another KV connector ({', '.join(others)}) pages are swapped under vLLM's "
             "first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
         )
+    if others and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return (
+            f"beside another KV connector ({', '.join(others)}) no page is swapped in a pipeline "
+            "(--pipeline-parallel-size)"
+        )
     if others and any(len(config.kv_cache_groups) > 1 for config in kv_cache_configs):
         return (
             f"beside another KV connector ({', '.join(others)}) only models are swapped whose "
