@@ -48,7 +48,7 @@ def settings_of(case: Case) -> list[list[Setting]]:
         return [[_by_blocks(case, expansion) for expansion in _expansions(case.max_expansion)]]
     rows: dict[bool, list[Setting]] = {}
     for level_idx, level in enumerate(levels.ladder):
-        expansion = levels.expansion(level.num_far)
+        expansion = levels.expansion(level)
         if expansion <= 1 or (level.partial_blocks_resident and not policy.resident_partial):
             continue
         setting = Setting(case=case, level_idx=level_idx, expansion=expansion)

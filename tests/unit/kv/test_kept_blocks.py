@@ -38,8 +38,8 @@ def kept() -> KeptBlocks:
 
 def apply(kept, sizes, *, dropped=(), **classes):
     plan = kept.apply(plan_of(**classes), sizes, RELEASED, np.array(dropped, dtype=np.int64))
-    fields = ("load", "store_new", "store_partial", "alloc_partial", "free_partial")
-    fields += ("evict_partial", "keep")
+    fields = ["load", "store_new", "store_partial", "alloc_partial", "free_partial"]
+    fields += ["evict_partial", "keep"]
     return {name: ids for name in fields if (ids := getattr(plan, name).tolist())}
 
 
