@@ -55,6 +55,8 @@ def test_bytes_are_exactly_the_full_blocks(policy) -> None:
         "num_blocks": result.num_blocks - 1,
         "block_tokens": BLOCK_TOKENS,
         "page_bytes": PAGE_BYTES,
+        "far_dtype": "auto",
+        "far_page_bytes": PAGE_BYTES,
         "near_bytes": near,
         "far_bytes": result.num_blocks * layer_pages,
         "storage_bytes": 0,
