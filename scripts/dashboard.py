@@ -114,7 +114,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             title="KV blocks",
             help="Blocks that requests may use, and blocks held back because more far layers would "
-            "free them. Together with vLLM's usage: all released blocks in use means preemptions.",
+            "free them. Together with vLLM's usage: all released blocks in use means preemptions. "
+            "Stored: content of evicted blocks in far memory. Kept: full blocks that are near in "
+            "every layer, counted among the released.",
             unit="short",
             queries={"{{state}}": _sum("kv_blocks", " by (state) ")},
         ),

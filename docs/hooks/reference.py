@@ -104,9 +104,10 @@ def compatibility_page() -> str:
         "Generated from the checks that run at start. *no*: a part that was switched on by hand "
         "is refused at start, with the reason and what to change. `tiered.kv`, which is on by "
         "default, steps aside instead, unless `expansion` is a number above 1, `tier` is "
-        '`"storage"` or `policy` is `"on_demand"`: the server starts with vLLM\'s own KV cache. A '
-        "blank cell: nothing rules it out. Beside these checks the KV cache needs full attention "
-        "in all layers, so it steps aside for sliding-window models, too.",
+        '`"storage"` or `policy` is not `"interleave"`: the server starts with vLLM\'s own KV '
+        "cache. A blank cell: nothing rules it out. Beside these checks the KV cache needs some "
+        "layers of full attention or MLA, and in a pipeline all, so it steps aside for models with "
+        "windows alone.",
         "",
     ]
     for title, kind in (("Kinds of models", "model"), ("Options of vLLM", "option")):

@@ -15,6 +15,7 @@ from tests.fakes.devices import DelayedDevice
 from tests.fakes.kv import block_store_connector as blocks
 from vllm_tiered.adapter.kv import worker
 from vllm_tiered.adapter.kv.multi_connector import MultiConnector
+from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kv.block_order import BlockOrderedPages
 from vllm_tiered.kv.prefix_store import PrefixStore
 
@@ -190,6 +191,19 @@ def test_a_walk_over_all_levels(monkeypatch, late: None, tiered: dict[str, Any])
     assert found["recomputed"] == 0
     assert bool(fetched) == bool(tiered)
     assert blocks.LOADED
+
+
+def test_a_connector_that_goes_on_loading_in_a_thread(force_far_layers, late: None) -> None:
+    force_far_layers(3)
+    found = run_twice({}, block_store(threaded=True))
+    assert found["hits"] > 300 and found["read"] > 0
+
+
+def test_a_connector_that_reads_too_late_is_an_error(force_far_layers) -> None:
+    """By then the staging buffer holds another layer's KV."""
+    force_far_layers(3)
+    with pytest.raises(IntegrityError, match="after its save_kv_layer has returned"):
+        run_twice({}, block_store(saves_late=True))
 
 
 def test_several_connectors_of_the_user(tmp_path: Path, force_far_layers, late: None) -> None:

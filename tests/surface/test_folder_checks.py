@@ -12,6 +12,7 @@ from tests.fixtures.neuron_stores import SMALL, written
 from vllm_tiered.adapter.checks import folders
 from vllm_tiered.adapter.checks.folders import check_folders, least_file_bytes
 from vllm_tiered.adapter.kv import worker
+from vllm_tiered.adapter.kv.plan import fixed_limit
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.kv.layout import KvGeometry, LayerStack
@@ -86,8 +87,9 @@ def test_a_file_system_that_is_memory_is_measured_as_memory(monkeypatch):
 
 @pytest.mark.parametrize("expansion", [1.5, 2, 3, 6])
 @pytest.mark.parametrize("far_gib", [0, 0.0625])
-def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
-    kv = KvConfig(tier="storage", path="/x", far_gib=far_gib, expansion=expansion)
+@pytest.mark.parametrize("policy", ["interleave", "blocks"])
+def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib, policy):
+    kv = KvConfig(tier="storage", path="/x", far_gib=far_gib, expansion=expansion, policy=policy)
     page_bytes, near_pages = 24 * 1024, 2730
     num_far = folders.resolve_num_far(kv, LayerStack(NUM_LAYERS))
     assert num_far
@@ -99,7 +101,7 @@ def test_the_estimate_never_exceeds_what_the_engine_makes(expansion, far_gib):
         block_tokens=32,
         near_pages=near_pages,
     )
-    region_bytes = (geometry.block_limit(0) + 1) * page_bytes
+    region_bytes = (fixed_limit(kv, geometry) + 1) * page_bytes
     real = (num_far - min(num_far, int(far_gib * GIB) // region_bytes)) * region_bytes
     estimate = least_file_bytes(kv, LayerStack(NUM_LAYERS), near_pages * page_bytes, 1)
     # Far memory may hold two regions less, and a tenth less of its bytes.

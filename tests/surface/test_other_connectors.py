@@ -288,16 +288,34 @@ def test_a_view_is_of_its_step(views) -> None:
         view.clone()
 
 
+def test_a_view_is_first_used_before_its_layer_is_closed(views) -> None:
+    made, pages, _ = views
+    first, _ = made.read_view("a")
+    second, _ = made.read_view("b")
+    first.clone()
+    made.close_layer("a")
+    made.close_layer("b")
+    assert torch.equal(first.clone(), first.clone()), "what was read stays"
+    with pytest.raises(IntegrityError, match="after its save_kv_layer has returned"):
+        second.clone()
+    assert pages.calls == [("gather", 0, [1, 2, 3])]
+
+
 def test_loaded_blocks_must_reach_every_layer(views) -> None:
     made, pages, layers = views
     loaded = np.array([4, 2])
     made.begin_step(None, loaded)
-    context = SimpleNamespace(attn_metadata={"a": 1})
+    layers["a"].size = 7
+    context = SimpleNamespace(attn_metadata={"a": 1}, no_compile_layers=dict(layers))
     own = layers["a"].kv_cache
-    with made.as_vllm(context):
+    with made.as_vllm(context) as shown:
         assert layers["a"].kv_cache.shape == (5, 2, 4)
-        assert context.attn_metadata == {"a": 1}
+        assert shown.attn_metadata == context.attn_metadata == {"a": 1}
     assert layers["a"].kv_cache is own
+    # A connector that goes on loading finds the layers as they were shown.
+    assert shown.no_compile_layers["a"].kv_cache.shape == (5, 2, 4)
+    assert shown.no_compile_layers["a"].size == 7
+    assert context.no_compile_layers["a"] is layers["a"]
     made.write_loaded("a")
     made.write_loaded("a")
     assert pages.calls == [("scatter", 0, [4, 2])]

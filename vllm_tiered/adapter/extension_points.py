@@ -261,6 +261,11 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("vllm.plugins", ("load_endpoint_plugins",), "serving /tiered"),
     ("vllm.v1.worker.worker_base", ("WorkerBase",), "answering /tiered"),
+    (
+        "vllm.v1.engine.core_client.AsyncMPClient",
+        ("call_utility_all_async",),
+        "the state of all replicas at /tiered",
+    ),
 )
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"

@@ -23,8 +23,9 @@ class KvConfig(Section):
     far_gib: float | Literal["auto"] = option(
         "auto",
         Number(at_least=0, at_most=MAX_GIB, auto=True),
-        'Hard cap on the far memory of the KV cache, in GiB. `"auto"` derives it from the free '
-        'host memory. It may be 0 with `tier` `"storage"`.',
+        "Hard cap on the far memory of the KV cache, in GiB, of each replica of a data-parallel "
+        'server. `"auto"` derives it from the free host memory, which the replicas there divide. '
+        'It may be 0 with `tier` `"storage"`.',
     )
     expansion: float | Literal["auto"] = option(
         "auto",
@@ -86,6 +87,11 @@ class KvConfig(Section):
         """
         is_fixed = self.expansion not in ("auto", 1)
         return is_fixed or self.tier != "far" or self.policy != "interleave"
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether full blocks stay near while there are pages for them."""
+        return self.policy == "blocks"
 
     def check(self) -> None:
         """Check that the keys go together.

@@ -18,7 +18,7 @@ class ReportConfig(Section):
         None,
         PathTo(what="file"),
         "File of the timeline: JSON lines, a few MB at most however long the engine runs. Without "
-        "it nothing is written.",
+        "it nothing is written. With several replicas each writes its own: `NAME.dp0.jsonl`.",
     )
     carbon_intensity: float = option(
         820.0,

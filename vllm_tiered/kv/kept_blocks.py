@@ -11,14 +11,15 @@ cache of the far tier, and a step reads the other blocks only:
     └──────────────────────┴───────────────────────────┴─────────────────────────────┘
 
 A block that fills up is kept, as its pages are near already. A new block that a prompt fills in one
-step is kept if there are pages left. When pages are lacking, kept blocks are written to the far
-tier: first those that no request of the step uses, then the oldest. A block that is far stays far
-until its content is lost.
+step is kept if there are pages for it, also those of kept blocks that no request holds. When pages
+are lacking, kept blocks are written to the far tier: first those that no request holds, then those
+that the step does not use, then the oldest. A far block stays far until its content is lost.
 
 This is bookkeeping in the scheduler: a plan goes in, as ``step_planner.py`` makes it, and a plan
 with kept blocks comes out. For the workers a kept block is a partial one that is never filled.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
@@ -44,6 +45,11 @@ class KeptBlocks:
         self._load = NO_BLOCKS
 
     @property
+    def num_kept(self) -> int:
+        """Number of kept blocks."""
+        return len(self._oldest_first)
+
+    @property
     def block_ids(self) -> list[int]:
         """The kept blocks, oldest first."""
         return list(self._oldest_first)
@@ -53,6 +59,7 @@ class KeptBlocks:
         plan: StepPlan,
         geometry: KvGeometry,
         released_blocks: int,
+        held: Callable[[], BlockIds],
         dropped: BlockIds = NO_BLOCKS,
     ) -> StepPlan:
         """Return the plan with kept blocks: what it fills stays near, and it loads fewer blocks.
@@ -61,6 +68,7 @@ class KeptBlocks:
             plan: a step's plan without kept blocks.
             geometry: the sizes at the step's level.
             released_blocks: the blocks that the engine may use in the step.
+            held: returns the full blocks that requests hold, also those that the step leaves out.
             dropped: full blocks of requests that ended, whose content nothing needs any more.
         """
         if self._repeats(plan, released_blocks) and not len(dropped):
@@ -78,11 +86,25 @@ class KeptBlocks:
         if keeps:
             self._keep(store_partial.tolist())
             store_partial = NO_BLOCKS
+        per_used = geometry.num_far - geometry.num_staging_buffers
         spare = self._spare_pages(plan, geometry, released_blocks)
-        if spare < 0:
-            evicted += self._make_room(-spare, plan.load, geometry, num_old)
-        elif keeps and len(store_new):
-            new = store_new[: _fitting(spare, geometry)].tolist()
+        wanted = per_used * len(store_new) if keeps else 0
+        if spare < wanted:
+            held_ids = np.union1d(held(), plan.load)
+            classes = (
+                (False, held_ids, geometry.num_far, wanted),
+                (False, plan.load, geometry.num_far, 0),
+                (True, plan.load, per_used, 0),
+            )
+            for is_in, block_ids, pages, needed in classes:
+                count = -(-(needed - spare) // pages) if spare < needed and pages > 0 else 0
+                chosen = self._oldest(count, block_ids, num_old, is_in=is_in)
+                num_old -= len(chosen)
+                spare += pages * len(chosen)
+                evicted += self._drop(chosen)
+        if keeps and spare >= 0:
+            count = spare // per_used if per_used > 0 else len(store_new)
+            new = store_new[:count].tolist()
             self._keep(new)
             store_new = store_new[len(new) :]
         load = self._far_of(plan.load)
@@ -145,25 +167,17 @@ class KeptBlocks:
             - geometry.num_staging_buffers * staged
         )
 
-    def _make_room(
-        self, num_pages: int, used: BlockIds, geometry: KvGeometry, num_old: int
-    ) -> list[int]:
-        """Drop kept blocks until so many pages are spare, if there are enough; return their ids.
+    def _oldest(self, count: int, of: BlockIds, num_old: int, *, is_in: bool) -> list[int]:
+        """Return the oldest kept blocks that are, or are not, among others.
 
         Args:
-            used: the full blocks that the step uses; one of them that is far takes buffers' pages.
-            num_old: so many of the oldest blocks are full before the step.
+            num_old: so many of the oldest blocks are full before the step; no other may leave.
         """
-        oldest = np.fromiter(islice(self._oldest_first, num_old), np.int64)
-        is_used = np.isin(oldest, used)
-        per_used = geometry.num_far - geometry.num_staging_buffers
-        evicted: list[int] = []
-        for block_ids, pages in ((oldest[~is_used], geometry.num_far), (oldest[is_used], per_used)):
-            if num_pages > 0 and pages > 0:
-                chosen = block_ids[: -(-num_pages // pages)].tolist()
-                num_pages -= pages * len(chosen)
-                evicted += chosen
-        return self._drop(evicted)
+        if not count:
+            return []
+        block_ids = np.fromiter(islice(self._oldest_first, num_old), np.int64)
+        chosen: list[int] = block_ids[np.isin(block_ids, of) == is_in][:count].tolist()
+        return chosen
 
     def _keep(self, block_ids: list[int]) -> None:
         self._is_kept[block_ids] = True
@@ -181,12 +195,6 @@ class KeptBlocks:
 
     def _far_of(self, block_ids: BlockIds) -> BlockIds:
         return block_ids[~self._is_kept[block_ids]]
-
-
-def _fitting(spare_pages: int, geometry: KvGeometry) -> int | None:
-    """Return how many new blocks can be kept rather than staged; None if all can."""
-    more_pages = geometry.num_far - geometry.num_staging_buffers
-    return spare_pages // more_pages if more_pages > 0 else None
 
 
 def _joined(block_ids: BlockIds, more: list[int]) -> BlockIds:

@@ -57,8 +57,8 @@ BLOCKS_PER_LEVEL = 1.04
 FEW_LAYERS = (0.2, 0.5)
 """Shares of the layers that are offloaded where so many suffice, with kept blocks.
 
-In the simulator of the benchmarks they gain 4 % over all layers on a slow link (H200, PCIe 5),
-where each layer costs 30 us, and lose nothing elsewhere.
+With the benchmarks' simulator and controller (November 2026, a script) they gained 4 % over all
+layers on a slow link (H200, PCIe 5), where each layer is assumed to cost 30 us.
 """
 
 

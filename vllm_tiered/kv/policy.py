@@ -73,7 +73,7 @@ def interleave(
 ) -> SwapOrder:
     """Offload ``num_far`` evenly spaced layers; the others never move.
 
-    Each step reads exactly the offloaded layers, the fewest that any policy can.
+    Each step reads exactly the offloaded layers.
     """
     offloaded = sorted(far_order(num_layers - num_draft)[:num_far])
     return SwapOrder(

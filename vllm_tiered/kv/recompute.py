@@ -30,7 +30,7 @@ class RecentSteps:
     ) -> None:
         self._block_tokens = block_tokens
         self._all = frozenset(range(1, num_blocks)) if notices_late else None
-        num_steps = max(2, num_batches) + self._FINISHED
+        num_steps = num_batches + self._FINISHED
         self._plans: deque[StepPlan] = deque(maxlen=num_steps)
         self._hits: deque[dict[str, Sequence[int]]] = deque(maxlen=num_steps)
 

@@ -139,6 +139,11 @@ class StepPlanner:
         """Partial blocks of all requests."""
         return sum(len(request.partial) for request in self._requests.values())
 
+    def held_blocks(self) -> BlockIds:
+        """Return the full blocks of all requests, a shared one several times."""
+        requests = self._requests.values()
+        return _joined([request.blocks(0, request.num_full) for request in requests])
+
     @property
     def due(self) -> Set[str]:
         """Requests whose blocks change if the next step adds one token to each request."""

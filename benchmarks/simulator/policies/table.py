@@ -92,7 +92,7 @@ POLICIES: Mapping[str, PolicyEntry] = {
         resident_partial=False,
     ),
     "blocks": PolicyEntry(
-        summary="all layers but one far; as many whole blocks near as pages allow",
+        summary="all layers but one far; as many whole blocks near as pages allow (the product)",
         make=KeptBlocks,
         offloaded_partial=False,
         is_by_blocks=True,

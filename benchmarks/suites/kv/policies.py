@@ -2,8 +2,8 @@
 """Policies of reading far KV, each at its best fixed expansion: a simulation.
 
 The policies (`benchmarks/simulator/policies/table.py`) run the same requests in the same near
-memory, under the same scheduler. The product's are `interleave` and `on_demand`. `pie` is the
-protocol of Pie's section 3.3. The others are what could be built. Step times are a model, see
+memory, under the same scheduler. The product's are `interleave`, `blocks` and `on_demand`. `pie` is
+the protocol of Pie's section 3.3. The others are what could be built. Step times are a model, see
 `benchmarks/simulator`; docs/notes/kv-policies.md says what it leaves out.
 """
 

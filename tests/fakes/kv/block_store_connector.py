@@ -5,6 +5,7 @@ It finds blocks by vLLM's ids in the tensors that it is handed, or in the layers
 nothing of them behind a step's end. It runs without the plugin, too.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,12 +50,21 @@ class _Tracked:
 
 
 class BlockStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Options: ``lazy`` loads layer by layer; ``extra`` claims tokens behind whole blocks."""
+    """A connector with options.
+
+    ``lazy`` loads layer by layer. ``threaded`` loads in a thread, once ``start_load_kv`` has
+    returned. ``extra`` claims tokens behind whole blocks. ``saves_late`` copies in
+    ``wait_for_save``.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.get_from_extra_config
         self._is_lazy = extra("lazy", False)
+        self._is_threaded = extra("threaded", False)
+        self._saves_late = extra("saves_late", False)
+        self._late: list[tuple[str, Any]] = []
+        self._loader: threading.Thread | None = None
         self._extra_tokens = extra("extra", 0)
         self._is_async = extra("async", False)
         self._block_tokens = vllm_config.cache_config.block_size
@@ -132,14 +142,27 @@ class BlockStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if moves.fails:
             self._failed.update(block.block_id for block in moves.load)
             return
-        if not self._is_lazy:
-            for name, layer in forward_context.no_compile_layers.items():
-                if getattr(layer, "kv_cache", None) is not None:
-                    self._load(name, layer, moves)
+        if self._is_lazy:
+            return
+        layers = forward_context.no_compile_layers
+        if self._is_threaded:
+            if moves.load:
+                self._loader = threading.Timer(0.02, self._load_all, (layers, moves))
+                self._loader.start()
+            return
+        self._load_all(layers, moves)
+
+    def _load_all(self, layers: Any, moves: Moves) -> None:
+        for name, layer in layers.items():
+            if getattr(layer, "kv_cache", None) is not None:
+                self._load(name, layer, moves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         moves = self._connector_metadata
         assert isinstance(moves, Moves)
+        if self._loader is not None:
+            self._loader.join()
+            self._loader = None
         if self._is_lazy and moves.load and not moves.fails:
             self._load(layer_name, self._layers[layer_name], moves)
 
@@ -152,12 +175,21 @@ class BlockStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert isinstance(moves, Moves)
         written = attn_metadata.slot_mapping
         assert set((written[written >= 0] // self._block_tokens).tolist()) <= moves.own
+        if self._saves_late:
+            self._late.append((layer_name, kv_layer))
+        else:
+            self._save(layer_name, kv_layer, moves)
+
+    def _save(self, layer_name: str, kv_layer: Any, moves: Moves) -> None:
         for block_id, key in moves.save:
             if (layer_name, key) not in STORE:
                 STORE[layer_name, key] = kv_layer[block_id].clone()
 
     def wait_for_save(self) -> None:
-        return
+        late, self._late = self._late, []
+        for layer_name, kv_layer in late:
+            assert isinstance(self._connector_metadata, Moves)
+            self._save(layer_name, kv_layer, self._connector_metadata)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()

@@ -261,6 +261,7 @@ class EngineModel:
                 plan,
                 elastic.geometry,
                 elastic.released_blocks,
+                self.planner.held_blocks,
                 NO_BLOCKS if self.has_cache else dropped,
             )
         return plan

@@ -25,6 +25,9 @@ from vllm_tiered.units import format_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_NARROWEST = 0.25
+"""No far page has a smaller share of a near page's bytes: 8 bits for float32, without scales."""
+
 _CERTAIN_SHARE = 0.9
 """Share of an estimated region that is surely needed: block counts are rounded down."""
 
@@ -145,10 +148,17 @@ def least_file_bytes(
     num_far = resolve_num_far(kv, stack)
     if num_far is None:
         num_far = stack.max_num_far_within(kv.max_expansion)
+        if kv.keeps_blocks and kv.max_expansion > 1:
+            num_far = stack.max_num_far
     if not num_far:
         return 0
     # The near pages hold the resident layers' blocks and the staging buffers' of one layer each.
     region_bytes = near_bytes / (stack.num_layers - num_far + stack.staging_buffers)
+    if kv.keeps_blocks:  # they hold fewer blocks than would fit
+        expansion = kv.max_expansion if kv.expansion == "auto" else float(kv.expansion)
+        region_bytes = near_bytes * expansion / stack.num_layers
+    if kv.far_dtype != "auto":
+        region_bytes *= _NARROWEST
     least_bytes = _CERTAIN_SHARE * region_bytes
     budget = far_budget_bytes(kv, world_size, replicas_here)
     in_memory = math.ceil(budget / least_bytes) if least_bytes else 0

@@ -14,6 +14,7 @@ loads is copied from there when the layer's pages are near, before its attention
     wait_for_save        the memory is released
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,17 @@ _OF_THE_SHAPE = frozenset(
 """Functions that need no contents."""
 
 
+class _LayerInBlockOrder:
+    """A layer for a connector that loads: its ``kv_cache`` is in block order, all else its own."""
+
+    def __init__(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        self.kv_cache = kv_cache
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 class BlockViews:
     """Every layer's tensor in the order of block ids, for the other connectors of one worker.
 
@@ -125,6 +137,7 @@ class BlockViews:
         self._loaded = NO_BLOCKS
         self._to_write: set[str] = set()  # layers that the loaded blocks have not reached yet
         self._is_gathered: set[str] = set()
+        self._is_saved: set[str] = set()  # layers whose staging buffers hold another layer by now
         self._step_blocks: BlockIds | None = None
 
     @property
@@ -148,14 +161,22 @@ class BlockViews:
         self._loaded = loaded
         self._to_write = set(self._rows) if len(loaded) else set()
         self._is_gathered.clear()
+        self._is_saved.clear()
         self._step_blocks = None
 
     @contextmanager
-    def as_vllm(self, forward_context: Any) -> Iterator[None]:
+    def as_vllm(self, forward_context: Any) -> Iterator[Any]:
         """Bind the layers to tensors in block order, and the context to vLLM's own metadata.
 
         Whatever is written there reaches only the loaded blocks.
+
+        Yields:
+            A context like the given one. Its layers stay in block order until the step's end, for a
+            connector that goes on loading after it has returned.
         """
+        layers = dict(forward_context.no_compile_layers)
+        for name, tensor in self._tensors.items():
+            layers[name] = _LayerInBlockOrder(self._layers[name], tensor)
         own = {name: self._layers[name].kv_cache for name in self._tensors}
         translated = forward_context.attn_metadata
         self._pages.begin_writing()
@@ -164,7 +185,9 @@ class BlockViews:
                 forward_context.attn_metadata = self._shared
             for name, tensor in self._tensors.items():
                 self._layers[name].kv_cache = tensor
-            yield
+            shown = copy.copy(forward_context)
+            shown.no_compile_layers = layers
+            yield shown
         finally:
             for name, view in own.items():
                 self._layers[name].kv_cache = view
@@ -191,9 +214,16 @@ class BlockViews:
         """Return the layer's tensor in block order, and vLLM's metadata.
 
         The tensor holds the blocks of this step's requests. Call this after the layer's attention,
-        before its staging buffer is released.
+        and ``close_layer`` before its staging buffer is released.
+
+        Raises (when the tensor is first used):
+            IntegrityError: that is after ``close_layer``, or after the step.
         """
         return self._views[layer_name], self._shared[layer_name]
+
+    def close_layer(self, layer_name: str) -> None:
+        """Record that the layer's pages may hold other KV from now on; what was read stays."""
+        self._is_saved.add(layer_name)
 
     def end_step(self) -> None:
         """Release the memory.
@@ -220,6 +250,11 @@ class BlockViews:
                 if name not in self._shared:
                     raise IntegrityError(
                         f"another KV connector reads {name} after the step that it was given for"
+                    )
+                if name in self._is_saved:
+                    raise IntegrityError(
+                        f"another KV connector first reads {name} after its save_kv_layer has "
+                        "returned, when near pages hold other layers: let it copy in save_kv_layer"
                     )
                 self._is_gathered.add(name)
                 self._pages.gather(self._rows[name], self._blocks_of_step())

@@ -118,8 +118,8 @@ class MultiConnector(VllmMultiConnector):
         if views is None or not (views.has_loads or views.is_translated):
             super().start_load_kv(forward_context, **kwargs)
             return
-        with views.as_vllm(forward_context):
-            super().start_load_kv(forward_context, **kwargs)
+        with views.as_vllm(forward_context) as shown:
+            super().start_load_kv(shown, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for the other connectors' loads, then for the layer's own pages."""
@@ -140,6 +140,8 @@ class MultiConnector(VllmMultiConnector):
             view, shared = self._views.read_view(layer_name)
         for other in self._others:
             other.save_kv_layer(layer_name, view, shared, **kwargs)
+        if self._views is not None:
+            self._views.close_layer(layer_name)
         self.tiered.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
     def wait_for_save(self) -> None:

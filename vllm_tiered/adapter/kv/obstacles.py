@@ -23,6 +23,7 @@ from vllm_tiered.adapter.kv.groups import (
     stays_near,
 )
 from vllm_tiered.adapter.kv.plan import tiered_config
+from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.adapter.transfer_config import other_connectors
 from vllm_tiered.config import KvConfig
 from vllm_tiered.errors import UnsupportedError
@@ -197,21 +198,18 @@ def find_plan_obstacle(
 def find_connector_obstacle(vllm_config: Any, kv_cache_configs: list[Any]) -> str | None:
     """Return why the planned KV caches cannot be swapped beside another KV connector, if any."""
     others = other_connectors(vllm_config.kv_transfer_config)
-    if others and vllm_config.use_v2_model_runner:
+    if not others:
+        return None
+    beside = f"beside another KV connector ({', '.join(others)})"
+    if vllm_config.use_v2_model_runner:
         return (
-            f"beside another KV connector ({', '.join(others)}) pages are swapped under vLLM's "
-            "first model runner (VLLM_USE_V2_MODEL_RUNNER=0)"
+            f"{beside} pages are swapped under vLLM's first model runner "
+            "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
-    if others and vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return (
-            f"beside another KV connector ({', '.join(others)}) no page is swapped in a pipeline "
-            "(--pipeline-parallel-size)"
-        )
-    if others and any(len(config.kv_cache_groups) > 1 for config in kv_cache_configs):
-        return (
-            f"beside another KV connector ({', '.join(others)}) only models are swapped whose "
-            "layers all keep the same blocks"
-        )
+    if count_stages(vllm_config) > 1:
+        return f"{beside} no page is swapped in a pipeline (--pipeline-parallel-size)"
+    if any(len(config.kv_cache_groups) > 1 for config in kv_cache_configs):
+        return f"{beside} only models are swapped whose layers all keep the same blocks"
     return None
 
 

@@ -64,9 +64,9 @@ class KvPlan:
         num_blocks: number of vLLM's block ids, the null block 0 included.
         stack: the layers that may be offloaded, and what lies between them.
         groups: the groups of layers; None if the KV cache is left to vLLM.
-        levels: the levels that the engine may change to; None if the offloaded layers are fixed. A
-            configured expansion with a storage tier has levels too: without that tier, if it fails,
-            fewer layers are offloaded.
+        levels: the levels that the engine may change to; None if the offloaded layers are fixed.
+            Under `interleave` a configured expansion with a storage tier has levels too: without
+            that tier, if it fails, fewer layers are offloaded.
         left_to_vllm: why the KV cache is vLLM's own; None if it is not.
         num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
             without one.
@@ -93,7 +93,7 @@ class KvPlan:
     @property
     def keeps_blocks(self) -> bool:
         """Whether full blocks stay near while there are pages for them (``kept_blocks.py``)."""
-        return self.config.policy == "blocks" and self.swaps
+        return self.config.keeps_blocks and self.swaps
 
     @property
     def expansion(self) -> float:
@@ -204,7 +204,7 @@ def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
     reachable = stack.expansion(stack.max_num_far)
     wanted = float(kv.expansion)
     num_far = stack.num_far_for(wanted)
-    if kv.policy == "blocks" and num_far:
+    if kv.keeps_blocks and num_far:
         return stack.max_num_far  # a block that is not kept then takes the fewest near pages
     if num_far is None:
         buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
@@ -235,9 +235,8 @@ def make_levels(
     kv: KvConfig, spec: Any, stack: LayerStack, near_pages: int, partial: PartialBlocks
 ) -> KvLevels:
     """Return all levels up to ``max_expansion``, regardless of the far budget."""
-    keeps_blocks = kv.policy == "blocks"
     max_num_far = stack.max_num_far_within(kv.max_expansion)
-    if keeps_blocks:
+    if kv.keeps_blocks:
         max_num_far = stack.max_num_far if kv.max_expansion > 1 else 0
     levels = KvLevels(
         num_layers=stack.num_layers,
@@ -247,11 +246,11 @@ def make_levels(
         max_num_far=max_num_far,
         max_blocks=int(kv.max_expansion * near_pages) // max(1, stack.num_layers),
         staging_buffers=stack.staging_buffers,
-        keeps_blocks=keeps_blocks,
+        keeps_blocks=kv.keeps_blocks,
         # An offloaded partial block would be written to the SSD in every step. With narrow pages it
         # would be rounded in every step.
         offloads_partial_blocks=(
-            kv.tier != "storage" and kv.far_dtype == "auto" and not keeps_blocks
+            kv.tier != "storage" and kv.far_dtype == "auto" and not kv.keeps_blocks
         ),
         partial=partial,
         far_format=page_format(kv, spec),
@@ -262,7 +261,7 @@ def make_levels(
 def fixed_limit(kv: KvConfig, geometry: KvGeometry) -> int:
     """Return the most blocks that the engine's pool may have at a configured expansion."""
     limit = logical_limit(geometry)
-    if kv.policy != "blocks":
+    if not kv.keeps_blocks:
         return limit
     return min(limit, int(float(kv.expansion) * geometry.near_pages) // geometry.num_layers)
 

@@ -246,6 +246,7 @@ class TieredScheduler:
             step,
             self.elastic.geometry,
             self.elastic.released_blocks,
+            self._planner.held_blocks,
             NO_BLOCKS if self._manager.enable_caching else self._planner.dropped,
         )
 
@@ -361,7 +362,7 @@ class TieredScheduler:
             num_reserved=len(self.elastic.reserved),
         )
         stats.data["kv_blocks_stored"] = self.prefix_hits.store.num_kept if self.prefix_hits else 0
-        stats.data["kv_blocks_kept"] = len(self._kept.block_ids) if self._kept else 0
+        stats.data["kv_blocks_kept"] = self._kept.num_kept if self._kept else 0
         stats.data["kv_storage_failed"] = int(bool(self.storage_failure))
         num_changes = expansion.num_changes if expansion else 0
         num_recomputed = self.recomputes.num_recomputed
