@@ -47,17 +47,81 @@ class Family:
 
     Attributes:
         architecture: vLLM's class.
-        model_type: Transformers' or vLLM's name of the configuration; "" if neither has it.
-        changes: fields of the configuration that differ from the default.
+        model_type: the name of its configuration.
+        changes: fields of the configuration that differ from the default, or all of them.
+        comes_with_checkpoint: neither Transformers nor vLLM has the configuration; `changes` has
+            what vLLM's class reads of it.
+        prefix_caching: off where vLLM's CPU backend makes no engine with it.
     """
 
     architecture: str
     model_type: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    comes_with_checkpoint: bool = False
+    prefix_caching: bool = True
 
 
-def _family(architecture: str, model_type: str, **changes: Any) -> Family:
-    return Family(architecture=architecture, model_type=model_type, changes=changes)
+def _family(
+    architecture: str,
+    model_type: str,
+    *,
+    comes_with_checkpoint: bool = False,
+    prefix_caching: bool = True,
+    **changes: Any,
+) -> Family:
+    return Family(
+        architecture=architecture,
+        model_type=model_type,
+        changes=changes,
+        comes_with_checkpoint=comes_with_checkpoint,
+        prefix_caching=prefix_caching,
+    )
+
+
+_LING: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 9216,
+    "embedding_dropout": 0.0,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1024,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 1024,
+    "n_group": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "num_shared_experts": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 6e6},
+    "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid",
+    "topk_group": 4,
+    "vocab_size": 157184,
+}
+
+_KIMI_LINEAR: Mapping[str, Any] = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": list(range(4, 28, 4)),  # they count from 1
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 28) if layer % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "moe_intermediate_size": 1024,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_shared_experts": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -70,10 +134,74 @@ FAMILIES: Mapping[str, Family] = {
         n_group=1,
         topk_group=1,
     ),
-    "bailing_v2": _family("BailingMoeV2ForCausalLM", ""),
-    "bailing_v2_5": _family("BailingMoeV2_5ForCausalLM", ""),
-    "bailing_v3": _family("BailingMoeV3ForCausalLM", ""),
-    "deepseek_ocr": _family("DeepseekForCausalLM", "deepseek_v2", kv_lora_rank=None),
+    "bailing_v2": _family(
+        "BailingMoeV2ForCausalLM",
+        "bailing_moe_v2",
+        comes_with_checkpoint=True,
+        first_k_dense_replace=1,
+        head_dim=128,
+        use_bias=False,
+        use_qk_norm=True,
+        use_qkv_bias=False,
+        **_LING,
+    ),
+    "bailing_v2_5": _family(
+        "BailingMoeV2_5ForCausalLM",
+        "bailing_hybrid",
+        comes_with_checkpoint=True,
+        prefix_caching=False,
+        first_k_dense_replace=1,
+        head_dim=128,
+        kv_lora_rank=512,
+        layer_group_size=8,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        use_bias=False,
+        use_qkv_bias=False,
+        v_head_dim=128,
+        **_LING,
+    ),
+    "bailing_v3": _family(
+        "BailingMoeV3ForCausalLM",
+        "bailing_hybrid_v3",
+        comes_with_checkpoint=True,
+        first_k_dense_replace=1,
+        head_dim=128,
+        kv_lora_rank=512,
+        layer_group_size=4,
+        no_kda_lora=True,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        rope_theta=6e6,
+        short_conv_kernel_size=4,
+        use_bias=False,
+        v_head_dim=128,
+        **_LING,
+    ),
+    "deepseek_ocr": _family(
+        "DeepseekForCausalLM",
+        "deepseek",
+        comes_with_checkpoint=True,
+        first_k_dense_replace=1,
+        hidden_act="silu",
+        hidden_size=1280,
+        intermediate_size=6848,
+        max_position_embeddings=8192,
+        moe_intermediate_size=896,
+        moe_layer_freq=1,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        num_attention_heads=10,
+        num_experts_per_tok=6,
+        num_hidden_layers=12,
+        num_key_value_heads=10,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=129280,
+    ),
     "deepseek_v3": _family("DeepseekV3ForCausalLM", "deepseek_v3"),
     "deepseek_v32": _family("DeepseekV32ForCausalLM", "deepseek_v32"),
     "deepseek_v4": _family("DeepseekV4ForCausalLM", "deepseek_v4"),
@@ -95,9 +223,35 @@ FAMILIES: Mapping[str, Family] = {
     "hy_v3": _family(
         "HYV3ForCausalLM", "hy_v3", first_k_dense_replace=1, expert_hidden_dim=1536, route_norm=True
     ),
-    "inkling": _family("InklingForCausalLM", "inkling_text", padded_vocab_size=201024),
-    "kimi_k3": _family("KimiK3ForCausalLM", "kimi_k3"),
-    "kimi_linear": _family("KimiLinearForCausalLM", "kimi_linear"),
+    "inkling": _family(
+        "InklingForCausalLM",
+        "inkling_model",
+        head_dim=128,
+        hidden_size=6144,
+        intermediate_size=24576,
+        local_layer_ids=[layer for layer in range(66) if layer % 6 != 5],
+        max_position_embeddings=131072,
+        moe_intermediate_size=3072,
+        n_routed_experts=256,
+        n_shared_experts=2,
+        num_attention_heads=64,
+        num_experts_per_tok=6,
+        num_hidden_layers=66,
+        num_key_value_heads=8,
+        shared_expert_sink=True,
+        swa_num_key_value_heads=16,
+        use_embed_norm=True,
+        use_gate_bias=True,
+        use_global_scale=True,
+        use_sconv=True,
+        vocab_size=201024,
+    ),
+    "kimi_k3": _family(
+        "KimiK3ForCausalLM", "kimi_k3", prefix_caching=False, text_config=_KIMI_LINEAR
+    ),
+    "kimi_linear": _family(
+        "KimiLinearForCausalLM", "kimi_linear", prefix_caching=False, **_KIMI_LINEAR
+    ),
     "laguna": _family("LagunaForCausalLM", "laguna"),
     "lfm2": _family(
         "Lfm2ForCausalLM",
@@ -155,7 +309,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": _family("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen3_next": _family("Qwen3NextForCausalLM", "qwen3_next"),
     "seed_oss": _family("SeedOssForCausalLM", "seed_oss"),
-    "step3p5": _family("Step3p5ForCausalLM", "step3p5"),
+    "step3p5": _family("Step3p5ForCausalLM", "step3p5", max_position_embeddings=65536),
     "voxtral_realtime": _family("MistralForCausalLM", "mistral", sliding_window=8192),
     "whisper": _family("WhisperForConditionalGeneration", "whisper"),
 }

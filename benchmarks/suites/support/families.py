@@ -10,15 +10,17 @@ Usage: python -m benchmarks.suites.support.families FOLDER [FAMILY ...]; a line 
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 from benchmarks.inputs.recipes import FAMILIES, Family
 from benchmarks.peers import PREFIX
@@ -31,7 +33,7 @@ def main() -> int:
 
     plugin.register()
     _start_one_rank()
-    _stand_in_for_torchvision()
+    sys.meta_path.append(_StandIns())  # behind the finders of what is installed
     for name in names or FAMILIES:
         found = look_at(FAMILIES[name], Path(folder) / name)
         print(f"{PREFIX}{json.dumps({'family': name, **found})}", flush=True)
@@ -50,15 +52,13 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
     from vllm_tiered.adapter.checks import Part
     from vllm_tiered.adapter.connector_name import ASIDE_KEY
 
-    if not family.model_type:
-        return {"problem": "its configuration comes with the checkpoint", "is_refused": False}
     try:
         write_config(family, folder)
-        plain = _engine_config(folder, {})
+        plain = _engine_config(family, folder, {})
     except Exception as error:
         return {"problem": _first_line(error), "is_refused": False}
     try:
-        config = _engine_config(folder, {"tiered": {}})
+        config = _engine_config(family, folder, {"tiered": {}})
     except Exception as error:
         return {"problem": _first_line(error), "is_refused": True}
     found: dict[str, Any] = {"problem": None, "is_refused": False}
@@ -78,10 +78,15 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
 
 def write_config(family: Family, folder: Path) -> None:
     """Write the family's configuration to the folder."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    if family.model_type in _CONFIG_REGISTRY:
+    if family.comes_with_checkpoint:  # any class of the right name does
+        members = {"model_type": family.model_type}
+        written_down = type("WrittenDownConfig", (PretrainedConfig,), members)
+        AutoConfig.register(family.model_type, written_down, exist_ok=True)
+        config = written_down(**family.changes)
+    elif family.model_type in _CONFIG_REGISTRY:
         config = _CONFIG_REGISTRY[family.model_type](**family.changes)
     else:
         config = AutoConfig.for_model(family.model_type, **family.changes)
@@ -90,7 +95,7 @@ def write_config(family: Family, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _engine_config(folder: Path, additional: dict[str, Any]) -> Any:
+def _engine_config(family: Family, folder: Path, additional: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
@@ -100,6 +105,7 @@ def _engine_config(folder: Path, additional: dict[str, Any]) -> Any:
         dtype="bfloat16",
         max_model_len=448,
         enforce_eager=True,
+        enable_prefix_caching=family.prefix_caching,
         additional_config=additional,
     ).create_engine_config()
 
@@ -117,6 +123,8 @@ def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
         set_current_vllm_config(vllm_config),
         set_default_torch_dtype(torch.bfloat16),
         torch.device("meta"),
+        patch("torch.cuda.Stream"),  # which some models have, and no CPU
+        patch("torch.cuda.Event"),
     ):
         initialize_model(vllm_config)
     found = []
@@ -127,19 +135,36 @@ def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
     return found[0], found[1]
 
 
-def _stand_in_for_torchvision() -> None:
-    """Let classes with image processors be imported: torchvision does not fit vLLM's CPU build."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-    for name in (*names, "torchvision.transforms.v2.functional"):
-        module = ModuleType(name)
-        module.__path__ = []
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+class _StandIns(MetaPathFinder, Loader):
+    """Finder of packages that classes of models import, and that this machine cannot have.
+
+    torchvision does not fit vLLM's CPU build, and CUTLASS's kernels are for GPUs. A model's layers
+    can be told without either.
+    """
+
+    _ROOTS = ("cuda", "cutlass", "torchvision")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._ROOTS:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _StandIn(ModuleType):
+    """Module that has every public name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
 
 
 def _start_one_rank() -> None:
