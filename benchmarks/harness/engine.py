@@ -110,7 +110,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
         num_steps=clock.num_steps,
         # vLLM alone has no such gauge, and a plugin that stays inactive leaves it at 0.
         num_blocks=int(gauges.get(_RELEASED_GAUGE, 0)) or num_blocks,
-        peak_blocks=clock.peak_blocks,
+        used_blocks=clock.used_blocks,
         peak_in_flight=clock.peak_in_flight,
         rss_bytes=psutil.Process().memory_info().rss,
         foreign_cpu_share=foreign_cpu_share(
@@ -214,7 +214,7 @@ class _Clock:
         ordered = sorted(requests, key=lambda request: request.arrival_s)
         self.tracks = {request.request_id: _Track(request=request) for request in ordered}
         self.num_steps = 0
-        self.peak_blocks = 0
+        self.used_blocks: list[int] = []
         self.peak_in_flight = 0
         self.expansions: list[ExpansionAt] = []
         self._block_size = block_size
@@ -262,7 +262,7 @@ class _Clock:
                 self._abortable.add(request.request_id)
 
     def _abort_due(self, engine: Any) -> None:
-        due = [name for name in self._abortable if self.tracks[name].is_due_to_abort]
+        due = sorted(name for name in self._abortable if self.tracks[name].is_due_to_abort)
         if due:
             engine.abort_request(due)
             for name in due:
@@ -288,13 +288,13 @@ class _Clock:
         return freed_blocks
 
     def _note_gauges(self, gauges: Any, freed_blocks: int, now_s: float) -> None:
-        """Update the peak of used blocks, and the level."""
+        """Record the used blocks, and the level if it has changed."""
         values: dict[str, float] = {}
         for metric in gauges.collect():
             values[metric.name] = max((s.value for s in metric.samples), default=0.0)
         # The gauge is read after finished requests freed their blocks, so add those.
         used_blocks = round(values.get(_USAGE_GAUGE, 0.0) * self._usable_blocks)
-        self.peak_blocks = max(self.peak_blocks, used_blocks + freed_blocks)
+        self.used_blocks.append(used_blocks + freed_blocks)
         expansion = values.get(_EXPANSION_GAUGE)
         if not expansion:
             return

@@ -102,8 +102,8 @@ class RoundResult:
     """Measurements of one round of one engine, before any summarising.
 
     `counters` are increases over the round and `gauges` values at its end, by metric name.
-    `num_blocks` is the number of logical KV blocks that vLLM could use; `peak_blocks` the most in
-    use at once (for vLLM alone; the plugin's reserved blocks count as used). `peak_in_flight` is
+    `num_blocks` is the number of logical KV blocks that vLLM could use; `used_blocks` those in use
+    in each step (for vLLM alone; the plugin's reserved blocks count as used). `peak_in_flight` is
     the most requests between their first and last token at once. `token_gaps_s` are the times
     between consecutive steps that gave a request tokens. `foreign_cpu_share` is the share of all
     cores' time that other processes took meanwhile. `requests` leaves out aborted ones, whose ids
@@ -119,7 +119,7 @@ class RoundResult:
     num_output_tokens: int
     num_steps: int
     num_blocks: int
-    peak_blocks: int
+    used_blocks: Sequence[int]
     peak_in_flight: int
     rss_bytes: int
     foreign_cpu_share: float
@@ -133,6 +133,11 @@ class RoundResult:
     integrity_checks: int = 0
     damaged_pages: int = 0
     num_descriptors: int = 0
+
+    @property
+    def peak_blocks(self) -> int:
+        """Most KV blocks in use in a step."""
+        return max(self.used_blocks, default=0)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `RoundResult.from_json` reads back."""

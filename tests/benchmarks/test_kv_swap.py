@@ -231,10 +231,16 @@ def test_result_has_its_keys_and_every_step_is_reported(monkeypatch, plan):
     assert result["by_budget"]["0.25"]["near_bytes"] == 16 * 32 * 23040
     assert result["tokens_equal_fp32"]["equal"] == result["tokens_equal_fp32"]["total"] == 4
     assert {"kv": {"expansion": "auto"}} in [spec.tiered for spec in specs]
+    # Rounds of all unlimited engines take equally long here, so a copy costs nothing.
+    assert result["seconds_per_gb"] == 0.0
+    assert result["fraction_of_bound"] == {"0.25": 2.0, "1.0": 2.0}
+    assert result["by_budget"]["0.25"]["bound"]["gb_crossing"] == 45 * 32 * 23040 / 1e9
     json.dumps(result)
     table = kv_swap.table(result).splitlines()
-    assert table[0] == "| near KV | vLLM | x1 | x2 | auto | ceiling | memory ratio |"
-    assert table[2] == "| 0.25 | 100 | 200 (2.00) | 200 (2.00) | 200 (2.00) | 100 | 3.81 |"
+    assert table[0] == (
+        "| near KV | vLLM | x1 | x2 | auto | ceiling | memory ratio | of the bound |"
+    )
+    assert table[2] == ("| 0.25 | 100 | 200 (2.00) | 200 (2.00) | 200 (2.00) | 100 | 3.81 | 2.00 |")
 
 
 def test_without_auto_there_are_no_figures_of_it(monkeypatch, plan):
@@ -244,6 +250,16 @@ def test_without_auto_there_are_no_figures_of_it(monkeypatch, plan):
     assert result["auto"] == {}
     assert result["by_budget"]["0.25"]["convergence"] is None
     assert not any(spec.tiered and spec.tiered["kv"]["expansion"] == "auto" for spec in specs)
+
+
+def test_auto_by_blocks_runs_beside_auto_by_layers(monkeypatch, plan):
+    settings = dataclasses.replace(SETTINGS, by_blocks=True)
+    result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
+    assert len(steps) == kv_swap.num_steps(settings)
+    assert list(result["by_budget"]["1.0"]["plugin"]) == ["1", "2", "auto", "auto by blocks"]
+    assert result["by_budget"]["1.0"]["auto"]["best_fixed"] == 1.0
+    assert result["tokens_equal_fp32"]["total"] == 6
+    assert {"kv": {"expansion": "auto", "policy": "blocks"}} in [spec.tiered for spec in specs]
 
 
 @pytest.mark.parametrize("wrong", [2.0, "auto"])

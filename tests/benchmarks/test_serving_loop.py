@@ -171,7 +171,7 @@ def test_a_client_leaves_after_its_tokens(usage):
         make_request("leaves at once", 4, 6, arrival_s=2 * STEP_S, abort_after_tokens=1),
     ]
     result = engine.run_round(llm, make_spec(), requests)
-    assert llm.aborted == ["leaves", "leaves at once"]
+    assert sorted(llm.aborted) == ["leaves", "leaves at once"]  # in which step depends on the clock
     assert result.aborted_ids == ["leaves", "leaves at once"]
     assert [len(tokens) for tokens in result.output_token_ids] == [6, 2, 1]
     assert result.num_output_tokens == 9

@@ -57,6 +57,7 @@ def answer_in(seconds_of, tokens_of=lambda spec: TOKENS):
             tiered=spec.tiered is not None,
             output_token_ids=tokens_of(spec),
             levels=[(1, 2.0)] if spec.tiered else (),
+            copied_gb=2.0 if spec.copies_gb_per_s else None,
         )
 
     return answer

@@ -24,6 +24,7 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.kv_workloads import describe, workload
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import warmup_requests
+from benchmarks.suites.kv.bound import seconds_per_gb
 from benchmarks.suites.kv.plan import KvPlan
 
 RESULT_KEYS = (
@@ -110,7 +111,6 @@ def summarise(
         rounds = measured[_label(rate)]
         summary = summarise_rounds(rounds)
         copied_gb = [result.counters[COPIED_BYTES] / 1e9 for result in rounds]
-        rows = zip(rounds, copied_gb, measured[_label(0.0)], strict=True)
         by_rate[f"{rate:g}"] = {
             **summary,
             "fraction_of_speed": median_ratio(
@@ -119,9 +119,7 @@ def summarise(
             "gb_per_s": statistics.median(
                 gb / result.seconds for gb, result in zip(copied_gb, rounds, strict=True)
             ),
-            "seconds_per_gb": statistics.median(
-                (result.seconds - without.seconds) / gb for result, gb, without in rows
-            ),
+            "seconds_per_gb": seconds_per_gb(rounds, measured[_label(0.0)]),
         }
     fastest = by_rate[f"{max(rates):g}"]
     held_back = [entry["seconds_per_gb"] for rate, entry in by_rate.items() if rate != "inf"]

@@ -13,8 +13,13 @@ from typing import Any, Literal
 from benchmarks.harness.jobs import EngineSpec
 from benchmarks.inputs.workload import Request
 
-Expansion = float | Literal["auto"]
-"""The plugin's `kv.expansion`: a fixed number, or "auto" to follow the load."""
+Expansion = float | Literal["auto", "auto by blocks"]
+"""The plugin's `kv.expansion`: a fixed number, or "auto" to follow the load.
+
+"auto by blocks" is "auto" with `kv.policy` "blocks".
+"""
+
+BY_BLOCKS: Literal["auto by blocks"] = "auto by blocks"
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -78,6 +83,9 @@ class KvPlan:
 
         `kv` has further keys of the plugin's section `kv`, and needs an expansion.
         """
+        section = {"expansion": expansion, **(kv or {})}
+        if expansion == BY_BLOCKS:
+            section |= {"expansion": "auto", "policy": "blocks"}
         return EngineSpec(
             label=label,
             model_dir=str(self.model_dir),
@@ -87,7 +95,7 @@ class KvPlan:
             max_num_seqs=self.max_num_seqs or len(self.requests),
             max_model_len=self.max_model_len(),
             enable_prefix_caching=self.prefix_caching,
-            tiered=None if expansion is None else {"kv": {"expansion": expansion, **(kv or {})}},
+            tiered=None if expansion is None else {"kv": section},
             random_weights=self.random_weights,
             engine_args=self.engine_args,
         )

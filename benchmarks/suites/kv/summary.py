@@ -13,6 +13,7 @@ from benchmarks.suites.kv.plan import Expansion
 
 CEILING = "vLLM, unlimited KV"
 BASELINE = "vLLM alone"
+BESIDE_COPIES = "vLLM, unlimited KV, beside copies"
 
 DEFINITIONS = {
     "throughput_ratio_vs_vllm": "generated tokens/s, plugin over vLLM at the same near-tier KV"
@@ -41,13 +42,13 @@ DEFINITIONS = {
 
 
 def expansion_key(expansion: Expansion) -> str:
-    """Return the expansion as a key of the results: "auto" or the number."""
-    return "auto" if expansion == "auto" else f"{expansion:g}"
+    """Return the expansion as a key of the results: itself if it adapts, or the number."""
+    return expansion if isinstance(expansion, str) else f"{expansion:g}"
 
 
 def plugin_label(expansion: Expansion) -> str:
     """Return the label of the plugin's engine at this expansion."""
-    return "plugin auto" if expansion == "auto" else f"plugin x{expansion:g}"
+    return f"plugin {expansion}" if isinstance(expansion, str) else f"plugin x{expansion:g}"
 
 
 def summarise_budget(
@@ -88,7 +89,7 @@ def _best(plugin: Mapping[Expansion, Mapping[str, Any]], among: Sequence[Expansi
 
 def _auto_figures(plugin: Mapping[Expansion, Mapping[str, Any]]) -> dict[str, Any]:
     """Return {"auto": ...} if the adaptive expansion was measured along with fixed ones."""
-    fixed = [expansion for expansion in plugin if expansion != "auto"]
+    fixed = [expansion for expansion in plugin if not isinstance(expansion, str)]
     if "auto" not in plugin or not fixed:
         return {}
     auto = plugin["auto"]

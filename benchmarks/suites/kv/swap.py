@@ -24,7 +24,7 @@ Choices:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.convergence import summarise_convergence, warm_up
@@ -36,9 +36,11 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.kv_workloads import workload
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import Request, warmup_requests
-from benchmarks.suites.kv.plan import Expansion, KvPlan
+from benchmarks.suites.kv import bound
+from benchmarks.suites.kv.plan import BY_BLOCKS, Expansion, KvPlan
 from benchmarks.suites.kv.summary import (
     BASELINE,
+    BESIDE_COPIES,
     CEILING,
     DEFINITIONS,
     expansion_key,
@@ -51,6 +53,8 @@ RESULT_KEYS = (
     "throughput_ratio_vs_vllm",
     "by_budget",
     "fraction_of_ceiling",
+    "fraction_of_bound",
+    "seconds_per_gb",
     "mean_tpot_ratio",
     "mean_token_latency_ratio",
     "memory_ratio_for_equal_throughput",
@@ -67,7 +71,7 @@ class Settings:
     """Settings of one profile. Budgets are shares of the peak KV demand.
 
     `dtype` is that of the timed engines: without AVX-512, vLLM's bfloat16 is many times slower than
-    float32.
+    float32. With `by_blocks`, `auto` with the policy `blocks` runs too.
     """
 
     num_requests: int
@@ -78,6 +82,7 @@ class Settings:
     control_requests: int
     max_repeats: int  # of rounds disturbed by other processes, per budget
     auto: bool = True
+    by_blocks: bool = False
     auto_warmup_rounds: int = 2
     rounds: int = 3
     seed: int = 0
@@ -87,16 +92,23 @@ class Settings:
     control_expansion: float = 2.0
     workload: str = "sharegpt"
     dtype: str = "bfloat16"
+    copy_gb_per_s: float = 1.0  # of the copies whose cost is measured
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
         """Return the fixed expansions and the adaptive one."""
-        return [*self.expansions, "auto"] if self.auto else [*self.expansions]
+        return [*self.expansions, *self.adaptive]
+
+    @property
+    def adaptive(self) -> list[Expansion]:
+        """Return the expansions that follow the load."""
+        chosen: list[Expansion] = ["auto"] if self.auto else []
+        return [*chosen, BY_BLOCKS] if self.by_blocks else chosen
 
     @property
     def control_expansions(self) -> list[Expansion]:
         """Return the expansions whose float32 outputs are compared with vLLM's."""
-        return [self.control_expansion, "auto"] if self.auto else [self.control_expansion]
+        return [self.control_expansion, *self.adaptive]
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -126,10 +138,11 @@ PROFILES: Mapping[str, Settings] = {
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start and every round."""
     ceiling_and_control = 2 + 2 * (1 + len(settings.control_expansions))
+    cost = 1 + 2 * settings.rounds
     starts = 1 + len(settings.plugin_expansions)
     rounds = settings.rounds * (starts + 1)
-    warmup = settings.auto_warmup_rounds if settings.auto else 0
-    return ceiling_and_control + len(settings.budgets) * (starts + warmup + rounds)
+    warmup = settings.auto_warmup_rounds * len(settings.adaptive)
+    return ceiling_and_control + cost + len(settings.budgets) * (starts + warmup + rounds)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -156,20 +169,34 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         demand_bytes = demand_blocks * plan.block_bytes()
         step(f"peak KV demand: {demand_blocks} blocks, {demand_bytes / 2**20:.0f} MiB")
         control = _fp32_control(plan, settings, demand_blocks, warmup, step)
+        cost = _copy_cost(plan, settings, ceiling, warmup, step)
         by_budget = {}
         for budget in settings.budgets:
             num_blocks = plan.budget_blocks(budget, demand_blocks)
             measured, convergence = _measure_budget(
                 plan, settings, num_blocks, ceiling, warmup, step
             )
+            entry = summarise_budget(measured, settings.plugin_expansions)
             by_budget[str(budget)] = {
                 "near_bytes": num_blocks * plan.block_bytes(),
                 "near_blocks": num_blocks,
-                **summarise_budget(measured, settings.plugin_expansions),
+                **entry,
+                "bound": bound.summarise_bound(
+                    measured[plugin_label(entry["best_expansion"])],
+                    measured[BASELINE],
+                    measured[CEILING],
+                    near_blocks=num_blocks - 1,  # one is vLLM's null block
+                    block_bytes=plan.block_bytes(),
+                    cost=cost,
+                ),
                 "convergence": convergence,
             }
     return {
         **summarise(by_budget),
+        "fraction_of_bound": {
+            budget: entry["bound"]["fraction_of_bound"] for budget, entry in by_budget.items()
+        },
+        "seconds_per_gb": cost,
         "tokens_equal_fp32": control,
         "demand_blocks": demand_blocks,
         "demand_bytes": demand_bytes,
@@ -182,8 +209,22 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             "output_tokens": sum(request.num_output_tokens for request in requests),
             "arrivals": "all at once",
         },
-        "definitions": DEFINITIONS,
+        "definitions": DEFINITIONS | bound.DEFINITIONS,
     }
+
+
+def _copy_cost(
+    plan: KvPlan, settings: Settings, ceiling: Engine, warmup: Sequence[Request], step: Step
+) -> float:
+    """Return the seconds that a GB copied beside unlimited vLLM costs on this machine."""
+    spec = plan.spec(BESIDE_COPIES, plan.enough_blocks())
+    with engines([replace(spec, copies_gb_per_s=settings.copy_gb_per_s)], warmup, step) as (
+        copying,
+    ):
+        measured = interleave(
+            [ceiling, copying], plan.requests, settings.rounds, step, settings.max_repeats
+        )
+    return bound.seconds_per_gb(measured[BESIDE_COPIES], measured[CEILING])
 
 
 def _measure_budget(
@@ -202,15 +243,18 @@ def _measure_budget(
     specs = [plan.spec(BASELINE, num_blocks)]
     specs += [plan.spec(plugin_label(x), num_blocks, expansion=x) for x in expansions]
     with engines(specs, warmup, step) as group:
-        adapted: list[RoundResult] = []
-        if settings.auto:
-            adapted = warm_up(group[-1], plan.requests, settings.auto_warmup_rounds, step)
+        adapted: dict[Expansion, list[RoundResult]] = {}
+        for expansion, engine in zip(expansions, group[1:], strict=True):
+            if expansion in settings.adaptive:
+                adapted[expansion] = warm_up(
+                    engine, plan.requests, settings.auto_warmup_rounds, step
+                )
         measured = interleave(
             [*group, ceiling], plan.requests, settings.rounds, step, settings.max_repeats
         )
     if not settings.auto:
         return measured, None
-    return measured, summarise_convergence(adapted, measured[plugin_label("auto")])
+    return measured, summarise_convergence(adapted["auto"], measured[plugin_label("auto")])
 
 
 def _fp32_control(
@@ -244,7 +288,8 @@ def table(result: Mapping[str, Any]) -> str:
     """Return tokens/s by budget and system, as in the documentation."""
     by_budget: Mapping[str, Any] = result["by_budget"]
     keys = list(next(iter(by_budget.values()))["plugin"])
-    headings = ["near KV", "vLLM", *(key if key == "auto" else f"x{key}" for key in keys)]
+    headings = ["near KV", "vLLM", *(key if key.startswith("auto") else f"x{key}" for key in keys)]
+    fractions = result.get("fraction_of_bound", {})
     rows = []
     for budget, entry in by_budget.items():
         cells = [
@@ -260,6 +305,7 @@ def table(result: Mapping[str, Any]) -> str:
                 *cells,
                 number(entry["ceiling"]["tokens_per_s"]),
                 number(memory, 2),
+                number(fractions.get(budget), 2),
             ]
         )
-    return markdown([*headings, "ceiling", "memory ratio"], rows)
+    return markdown([*headings, "ceiling", "memory ratio", "of the bound"], rows)
