@@ -132,7 +132,7 @@ def run_round(llm: Any, spec: EngineSpec, requests: Sequence[Request]) -> RoundR
 
 
 def score(llm: Any, text: Sequence[int]) -> Score:
-    """Return how the engine foresees the tokens of a text."""
+    """Return the probabilities that the engine gives to the tokens of a text."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)

@@ -63,7 +63,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """How an engine foresaw the tokens of one text, from the second one on.
+    """Probabilities that an engine gave to the tokens of one text, from the second one on.
 
     Attributes:
         logprobs: natural logarithms of the probabilities it gave to them.

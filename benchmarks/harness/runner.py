@@ -100,7 +100,7 @@ class EngineProcess:
         self._receive(_START_TIMEOUT_S)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Score]:
-        """Return how the engine foresees the tokens of each text. Raises as `run` does."""
+        """Return the probabilities of each text's tokens. Raises as `run` does."""
         self._send({"score": [list(text) for text in texts]})
         return [Score(**entry) for entry in self._receive(_ROUND_TIMEOUT_S)["scores"]]
 

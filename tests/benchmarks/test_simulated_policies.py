@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from benchmarks.simulator.policies.base import Pace, StepBlocks
-from benchmarks.simulator.policies.blocks import KeptBlocks
+from benchmarks.simulator.policies.blocks import Blocks
 from benchmarks.simulator.policies.interleave import (
     Interleave,
     InterleaveAcrossSteps,
@@ -208,18 +208,18 @@ def test_on_demand_waits_for_every_byte():
 
 
 def test_kept_blocks_and_buffers_fill_near_memory():
-    policy, level = KeptBlocks(LEVELS), Level(11)
+    policy, level = Blocks(LEVELS), Level(11)
     kept = policy.kept(level, BLOCKS)
     staged = policy.staged(level, BLOCKS)
     assert kept + staged == 880
     pages = 1 * BLOCKS.released + 11 * (BLOCKS.partial + kept) + 2 * staged
     assert LEVELS.near_pages - 9 < pages <= LEVELS.near_pages
-    assert KeptBlocks(LEVELS, on_demand=True).kept(level, BLOCKS) > kept
+    assert Blocks(LEVELS, on_demand=True).kept(level, BLOCKS) > kept
 
 
 def test_blocks_that_fit_are_not_read():
     few = BLOCKS._replace(used=300)
-    policy = KeptBlocks(LEVELS)
+    policy = Blocks(LEVELS)
     assert policy.step(Level(11), few, pace(bytes_per_s=1e6)).stall_s == 0
     assert policy.burden(Level(11), few).layers == 0
     assert policy.burden(Level(11), BLOCKS).layers == 11

@@ -83,7 +83,7 @@ class PrefixStore:
         self._moved: set[int] = set()
 
     @property
-    def num_kept(self) -> int:
+    def num_stored(self) -> int:
         """Contents that belong to no block."""
         return len(self._kept)
 

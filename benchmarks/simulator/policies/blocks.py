@@ -20,7 +20,7 @@ from benchmarks.simulator.policies.interleave import Interleave
 from vllm_tiered.kv.layout import KvLevels, Level
 
 
-class KeptBlocks(Interleave):
+class Blocks(Interleave):
     """Interleaved far layers that keep as many blocks near as there are pages for.
 
     Args:

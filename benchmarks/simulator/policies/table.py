@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.simulator.policies.base import TimedPolicy
-from benchmarks.simulator.policies.blocks import KeptBlocks
+from benchmarks.simulator.policies.blocks import Blocks
 from benchmarks.simulator.policies.interleave import Interleave, InterleaveAcrossSteps, even_order
 from benchmarks.simulator.policies.on_demand import OnDemand
 from benchmarks.simulator.policies.pie import Pie
@@ -93,12 +93,12 @@ POLICIES: Mapping[str, PolicyEntry] = {
     ),
     "blocks": PolicyEntry(
         summary="all layers but one far; as many whole blocks near as pages allow (the product)",
-        make=KeptBlocks,
+        make=Blocks,
         offloaded_partial=False,
         is_by_blocks=True,
     ),
     "interleave_blocks": PolicyEntry(
         summary="interleave at any m; pages of unused blocks keep used blocks near in far layers",
-        make=partial(KeptBlocks, on_demand=True),
+        make=partial(Blocks, on_demand=True),
     ),
 }

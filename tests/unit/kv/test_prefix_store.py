@@ -37,7 +37,7 @@ def test_content_keeps_its_slot_from_block_to_block() -> None:
     assert (moves.fetch.tolist(), moves.fetch_tags.tolist()) == ([3], [hash("a")])
     assert (moves.blocks.tolist(), moves.slots.tolist()) == ([3], [2])
     assert store.take_moves() is None
-    assert store.num_kept == 0
+    assert store.num_stored == 0
     store.check_integrity()
 
 
@@ -49,7 +49,7 @@ def test_a_block_that_no_step_has_filled_is_not_kept() -> None:
     store.evict(2, None)
     assert store.match(["a"]) == ["a"]
     assert store.match(["b"]) == []
-    assert store.num_kept == 1
+    assert store.num_stored == 1
 
 
 def test_the_oldest_content_gives_way_unless_it_was_matched() -> None:
@@ -83,11 +83,11 @@ def test_blocks_of_a_higher_level_get_slots() -> None:
     store.evict(1, "a")
     store.evict(2, "b")
     store.take_moves(released=[3, 4])
-    assert store.num_kept == 0
+    assert store.num_stored == 0
     store.take_moves(reserved=[4])
     store._is_full[1] = True
     store.evict(1, "c")
-    assert store.num_kept == 1
+    assert store.num_stored == 1
     store.check_integrity()
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Narrow far pages (`kv.far_dtype`): which KV caches can have them, and their format."""
 
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.page_format import Element, PageFormat
 from vllm_tiered.errors import UnsupportedError
 
-_ELEMENTS = ("float32", "bfloat16", "float16")
+_ELEMENTS = get_args(Element)
 
 
 def page_format(kv: KvConfig, spec: Any) -> PageFormat | None:

@@ -82,7 +82,7 @@ class MultiConnector(VllmMultiConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         scheduler = self.tiered.scheduler_side
         if num_external_tokens and scheduler is not None and not self._loads_itself(request):
-            scheduler.load_elsewhere(request.request_id, num_external_tokens)
+            scheduler.record_external_tokens(request.request_id, num_external_tokens)
 
     def _loads_itself(self, request: Any) -> bool:
         """Return whether the request's match is in the plugin's own prefix store."""

@@ -260,7 +260,7 @@ class TieredScheduler:
         """Tokens a block holds."""
         return self._plan.geometry.block_tokens
 
-    def load_elsewhere(self, request_id: str, num_tokens: int) -> None:
+    def record_external_tokens(self, request_id: str, num_tokens: int) -> None:
         """Record that another KV connector loads so many tokens in the request's next step.
 
         They are whole blocks, behind those of vLLM's own prefix cache.
@@ -361,7 +361,9 @@ class TieredScheduler:
             level=expansion.level if expansion else None,
             num_reserved=len(self.elastic.reserved),
         )
-        stats.data["kv_blocks_stored"] = self.prefix_hits.store.num_kept if self.prefix_hits else 0
+        stats.data["kv_blocks_stored"] = (
+            self.prefix_hits.store.num_stored if self.prefix_hits else 0
+        )
         stats.data["kv_blocks_kept"] = self._kept.num_kept if self._kept else 0
         stats.data["kv_storage_failed"] = int(bool(self.storage_failure))
         num_changes = expansion.num_changes if expansion else 0
