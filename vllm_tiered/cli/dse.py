@@ -17,10 +17,10 @@ from vllm_tiered.accelerator.decoders import DECODERS, Decoder, decoder_of
 from vllm_tiered.accelerator.density import BATCHES, CONTEXTS, L2_MIB, NUM_DEVICES, Space
 from vllm_tiered.accelerator.figures import CLUSTER_SIZES
 from vllm_tiered.accelerator.results import Asked, design_space
-from vllm_tiered.cli.plan import read_config
 from vllm_tiered.cli.plan_tables import make_console
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.planner.built_model import read_config
 from vllm_tiered.report import accelerator_tables
 
 DOES_NOT_FIT = 3

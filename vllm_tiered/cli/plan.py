@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-tiered plan MODEL`: predict a model's fit, placement and speed.
 
-It reads only the model's config.json and no weights. It prints every figure of the machine with its
-kind and source.
+It reads the model's configuration and no weights: vLLM builds its own class of the model without
+memory, so that sizes are the engine's. It prints every figure of the machine with its kind and
+source, and the command that serves what it has planned.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from vllm_tiered.cli import plan_tables
 from vllm_tiered.energy.carbon import CARBON_INTENSITY, grams_co2e
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.bottleneck import Bottleneck, find_bottlenecks
+from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.fit import (
     Fit,
     NoFit,
@@ -28,7 +30,7 @@ from vllm_tiered.planner.fit import (
 from vllm_tiered.planner.from_probe import load_machine
 from vllm_tiered.planner.machine import Figures, Machine, profile_names
 from vllm_tiered.planner.memory_split import TARGETS, Target, target_for
-from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape, bytes_by_class, model_shape
+from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape, bytes_by_class
 from vllm_tiered.planner.serving import ServingEstimate, Workload
 from vllm_tiered.units import gib_to_bytes
 from vllm_tiered.weights.int4.layout import COMPRESS
@@ -41,10 +43,12 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subcommands.add_parser(
         "plan",
         help="predict whether a model fits, where its weights go, and its speed",
-        description="Predict from a model's config.json which placements of its weights fit, and "
+        description="Predict from a model's configuration which placements of its weights fit, and "
         "their speed. Exits 0 if a placement fits, 3 if none does.",
     )
-    parser.add_argument("model", help="folder of the model, or its config.json")
+    parser.add_argument(
+        "model", help="folder of the model, its config.json, or its name on the Hugging Face Hub"
+    )
     parser.add_argument(
         "--near-gib",
         type=_gib,
@@ -87,9 +91,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument(
         "--dtype",
-        choices=list(DTYPE_BYTES),
-        default="bfloat16",
-        help="data type of the weights (default: bfloat16)",
+        choices=["auto", *DTYPE_BYTES],
+        default="auto",
+        help="data type of weights that are not quantised, as in vLLM (default: auto)",
     )
     parser.add_argument(
         "--target",
@@ -185,8 +189,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_plan(args: argparse.Namespace) -> _Plan:
-    shape = model_shape(
-        read_config(Path(args.model)),
+    shape = built_shape(
+        args.model,
         dtype=args.dtype,
         tensor_parallel=args.tensor_parallel_size,
         compress=args.compress,
@@ -196,6 +200,11 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
     )
+    if shape.max_model_len is not None and load.tokens > shape.max_model_len:
+        raise ConfigError(
+            f"{load.prompt_tokens} prompt and {load.output_tokens} output tokens are more than the "
+            f"{shape.max_model_len} of which the model is capable: lower --prompt-tokens"
+        )
     on, figures = load_machine(args.machine)
     near_bytes, far_bytes = gib_to_bytes(args.near_gib), gib_to_bytes(args.far_gib)
     return _Plan(
@@ -212,24 +221,6 @@ def _make_plan(args: argparse.Namespace) -> _Plan:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a model's config.json.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: is not a model's configuration")
-    return config
-
-
 def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
     shape, best = plan.shape, plan.chosen
     answer = {
@@ -243,6 +234,9 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
             "other_bytes": shape.other_bytes,
             "bytes_by_class": bytes_by_class(shape),
             "kv_bytes_per_token": shape.kv_bytes_per_token,
+            "kv_bytes_per_request": plan.load.kv_bytes(shape),
+            "quantization": shape.quantization,
+            "experts": _experts(shape),
         },
         "machine": {"name": args.machine, "figures": plan.figures},
         "asked": {
@@ -260,6 +254,12 @@ def _to_json(args: argparse.Namespace, plan: _Plan) -> dict[str, Any]:
     if best:
         answer["sublayers"] = [asdict(bottleneck) for bottleneck in plan.bottlenecks(best)]
     return answer
+
+
+def _experts(shape: ModelShape) -> dict[str, int] | None:
+    if shape.experts is None:
+        return None
+    return {"num_experts": shape.experts.num_experts, "per_token": shape.experts.per_token}
 
 
 def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
@@ -305,13 +305,10 @@ def _print(args: argparse.Namespace, plan: _Plan) -> None:
 
 def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best: Fit) -> None:
     console.print()
-    also = []
-    if args.compress != "none":
-        also.append(f"weights.compress={args.compress}")
-    if args.storage:
-        also.append(f"weights.far_gib={args.far_gib:g} weights.storage_path=FOLDER")
-    settings = " ".join([plan_tables.engine_settings(best), *also])
-    console.print(f"* for {plan.target}: {best.placement}, {settings}", soft_wrap=True)
+    console.print(f"* for {plan.target}: {best.placement}, as served by", soft_wrap=True)
+    console.print()
+    console.print(f"  {' '.join(_command(args, plan, best))}", soft_wrap=True)
+    console.print()
     console.print(plan_tables.batches_table(best, args.carbon_intensity))
     console.print()
     console.print(plan_tables.sublayers_table(plan.bottlenecks(best), why=args.why))
@@ -319,3 +316,22 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
         better = plan_with_unbounded_far(plan.shape, plan.machine, plan.load, best)
         console.print(plan_tables.far_line(better))
     console.print()
+
+
+def _command(args: argparse.Namespace, plan: _Plan, best: Fit) -> list[str]:
+    """Return the command that serves what was planned."""
+    load = plan.load
+    words = ["vllm serve", args.model, "--plugin tiered", *plan_tables.engine_options(best)]
+    if args.compress != "none":
+        words.append(f"--tiered-config.weights.compress {args.compress}")
+    if args.storage and best.storage_bytes:
+        words.append(f"--tiered-config.weights.far_gib {args.far_gib:g}")
+        words.append("--tiered-config.weights.storage_path FOLDER")
+    if args.dtype != "auto":
+        words.append(f"--dtype {args.dtype}")
+    if args.tensor_parallel_size > 1:
+        words.append(f"--tensor-parallel-size {args.tensor_parallel_size}")
+    words.append(f"--max-model-len {load.tokens}")
+    # The planned number of requests: more would wait for KV blocks, or make the engine plan anew.
+    words.append(f"--max-num-seqs {best.requests}")
+    return words

@@ -26,15 +26,25 @@ def make_console() -> Console:
 
 def model_lines(shape: ModelShape, load: Workload) -> list[str]:
     """Return lines with the model's sizes."""
-    lines = []
-    if shape.family == "unknown":
-        lines.append("Unknown architecture: sizes are those of a Llama with this configuration.")
-    lines.append(
-        f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and head "
+    lines = [
+        f"{shape.num_layers} layers of {format_bytes(shape.layer_bytes)}, embeddings and others "
         f"{format_bytes(shape.other_bytes)}, KV {format_bytes(shape.kv_bytes_per_token)} a token, "
         f"{format_bytes(load.kv_bytes(shape))} a request of {load.prompt_tokens} + "
         f"{load.output_tokens} tokens; per rank"
-    )
+    ]
+    kept = sum(kv.request_bytes(load.tokens) for kv in shape.bounded_kv)
+    if kept:
+        count = sum(kv.num_layers for kv in shape.bounded_kv)
+        lines.append(
+            f"{count} layers keep a window or a state of each request: {format_bytes(kept)} of it"
+        )
+    if shape.quantization:
+        lines.append(f"Weights are quantised: {shape.quantization}.")
+    if shape.experts:
+        lines.append(
+            f"{shape.experts.num_experts} experts a layer, {shape.experts.per_token} of them a "
+            "token. Routed experts count as near here; tiered.experts can keep them far."
+        )
     classes = (f"{name} {format_bytes(size)}" for name, size in bytes_by_class(shape).items())
     return [*lines, ", ".join(classes)]
 
@@ -113,16 +123,21 @@ def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power:
     return lines
 
 
-def engine_settings(fit: Fit) -> str:
-    """Return the engine settings of a placement; a budget is rounded so that it fits."""
+def engine_options(fit: Fit) -> list[str]:
+    """Return the options of `vllm serve` for a placement; a budget is rounded so that it fits."""
     layers = fit.near_bytes + fit.buffer_bytes
+    kv_option = f"--kv-cache-memory-bytes {fit.kv_bytes}"
+    if fit.placement == "all near":
+        return [kv_option]
+    placement = f"--tiered-config.weights.placement {fit.placement}"
+    near_option = "--tiered-config.weights.near_gib"
+    if fit.placement == "throughput":  # layers and KV cache share the budget
+        together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3
+        return [placement, f"{near_option} {together:g}"]
     if fit.placement == "latency":
-        return (
-            f"in the engine weights.near_gib={math.ceil(layers / GIB * 1e3) / 1e3:g} and "
-            f"--kv-cache-memory-bytes {fit.kv_bytes}"
-        )
-    together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3
-    return f"in the engine weights.near_gib={together:g}"
+        alone = math.ceil(layers / GIB * 1e3) / 1e3
+        return [placement, f"{near_option} {alone:g}", kv_option]
+    return [placement, kv_option]
 
 
 def far_line(better: MemorySplit | None) -> str:

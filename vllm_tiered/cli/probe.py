@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_tiered.cli.plan import read_config
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.from_probe import machine_from_probe
-from vllm_tiered.planner.model_shape import ModelShape, model_shape
+from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     from vllm_tiered.probe.run import Scope, run_probe
 
     draw = _picture_drawer() if args.plot else None  # fail before measuring
-    shape = model_shape(read_config(Path(args.model))) if args.model else None
+    shape = built_shape(args.model) if args.model else None
     if args.threads is not None:
         if args.threads < 1:
             raise ConfigError(f"--threads {args.threads}: give at least 1")

@@ -83,6 +83,71 @@ FAMILIES: Mapping[str, Family] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BoundedKv:
+    """KV caches of layers that keep a window, a chunk or a recurrent state of each request.
+
+    Attributes:
+        num_layers: layers of this kind.
+        page_bytes: bytes of a block in one layer.
+        block_tokens: tokens of a block.
+        max_tokens: the most tokens of a request whose KV is kept; None for a recurrent state, which
+            takes one block.
+        pair_operations: as in :class:`ModelShape`.
+    """
+
+    num_layers: int
+    page_bytes: int
+    block_tokens: int
+    max_tokens: int | None = None
+    pair_operations: int = 0
+
+    def request_bytes(self, tokens: int) -> int:
+        """Return the bytes of a request of so many tokens, in all of these layers."""
+        return self.num_layers * self.page_bytes * self._blocks(tokens)
+
+    def read_bytes(self, tokens: int) -> float:
+        """Return the bytes that a step reads for a request with so many earlier tokens."""
+        if self.max_tokens is None:
+            return float(self.num_layers * self.page_bytes)
+        kept = min(tokens, self.max_tokens)
+        return self.num_layers * self.page_bytes * kept / self.block_tokens
+
+    def _blocks(self, tokens: int) -> int:
+        if self.max_tokens is None:
+            return 1
+        # A window begins anywhere in its first block.
+        most = -(-self.max_tokens // self.block_tokens) + 1
+        return min(most, -(-tokens // self.block_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExperts:
+    """Experts of which a step needs those that its tokens are routed to.
+
+    Attributes:
+        names: names of the experts' parameters in a layer.
+        num_experts: experts of a layer.
+        per_token: experts that one token is routed to.
+    """
+
+    names: frozenset[str]
+    num_experts: int
+    per_token: int
+
+    def share_read(self, tokens: float) -> float:
+        """Return the expected share of a layer's experts that a step reads, if all are as likely.
+
+        Real routing is uneven, so this is the most.
+        """
+        return 1.0 - (1.0 - self.share_computed) ** tokens
+
+    @property
+    def share_computed(self) -> float:
+        """Share of a layer's experts that one token is multiplied with."""
+        return self.per_token / self.num_experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """Sizes of a model for planning, in bytes of one rank.
 
@@ -92,9 +157,16 @@ class ModelShape:
         sublayers: sublayers of all layers, in the order of computation.
         other_bytes: bytes of embeddings, head and last norm, which stay near.
         head_bytes: the part of ``other_bytes`` that each step reads.
-        kv_bytes_per_token: KV bytes of a token in all layers.
+        kv_bytes_per_token: KV bytes of a token in all layers that keep every token's.
         dtype_bytes: bytes of an uncompressed weight, and of an element of the KV cache.
         matrices: (out, in) of each matrix of a layer by its name, if known.
+        pair_operations: arithmetic operations of attention for a pair of tokens, in the layers that
+            keep every token's KV.
+        bounded_kv: the other layers' KV caches.
+        attention_layers: number of sublayers of attention; None if each layer has one.
+        experts: the routed experts of a mixture.
+        quantization: the checkpoint's format; None for weights of ``dtype_bytes``.
+        max_model_len: the most tokens of a request, if known.
     """
 
     family: str
@@ -105,6 +177,47 @@ class ModelShape:
     kv_bytes_per_token: int
     dtype_bytes: int
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pair_operations: int = 0
+    bounded_kv: tuple[BoundedKv, ...] = ()
+    attention_layers: int | None = None
+    experts: RoutedExperts | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+
+    @property
+    def num_attention(self) -> int:
+        """Sublayers of attention."""
+        return self.num_layers if self.attention_layers is None else self.attention_layers
+
+    def request_kv_bytes(self, tokens: int, block_tokens: int) -> int:
+        """Return the KV bytes of a request of so many tokens, in whole blocks."""
+        blocks = -(-tokens // block_tokens)
+        bounded = sum(kv.request_bytes(tokens) for kv in self.bounded_kv)
+        return blocks * block_tokens * self.kv_bytes_per_token + bounded
+
+    def read_kv_bytes(self, tokens: int) -> float:
+        """Return the KV bytes that a step reads for a request with so many earlier tokens."""
+        bounded = sum(kv.read_bytes(tokens) for kv in self.bounded_kv)
+        return tokens * self.kv_bytes_per_token + bounded
+
+    def attention_operations(self, new_tokens: int, earlier_tokens: int) -> float:
+        """Return the arithmetic operations of attention for new tokens of one request."""
+        pairs = new_tokens * (earlier_tokens + (new_tokens + 1) / 2)
+        total = self.pair_operations * pairs
+        for kv in self.bounded_kv:
+            if kv.max_tokens is not None:
+                total += kv.pair_operations * min(pairs, new_tokens * kv.max_tokens)
+        return total
+
+    def share_read(self, parameter: Parameter, tokens: float) -> float:
+        """Return the expected share of a parameter that a step of so many tokens reads."""
+        is_routed = self.experts is not None and parameter.name in self.experts.names
+        return self.experts.share_read(tokens) if self.experts and is_routed else 1.0
+
+    def share_computed(self, parameter: Parameter) -> float:
+        """Return the share of a parameter that each token is multiplied with."""
+        is_routed = self.experts is not None and parameter.name in self.experts.names
+        return self.experts.share_computed if self.experts and is_routed else 1.0
 
     @property
     def layer_bytes(self) -> int:
@@ -113,6 +226,8 @@ class ModelShape:
 
     def weights_in(self, parameter: Parameter) -> float:
         """Return the number of weights in a parameter, compressed or not."""
+        if parameter.num_weights is not None:
+            return parameter.num_weights
         matrix = self.matrices.get(parameter.name)
         return parameter.num_bytes / self.dtype_bytes if matrix is None else math.prod(matrix)
 
@@ -124,11 +239,14 @@ class ModelShape:
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
     """Return the bytes of each class of tensors in all layers, and of embeddings and head."""
     classes = {Role.FFN_FIRST: "first FFN matrix", Role.NORM: "norms", Role.BIAS: "biases"}
+    routed = shape.experts.names if shape.experts else frozenset()
     matrices = {Kind.ATTENTION: "attention matrices", Kind.FFN: "second FFN matrix"}
     found: dict[str, int] = {}
     for sublayer in shape.sublayers:
         for parameter in sublayer.parameters:
             name = classes.get(parameter.role, matrices[sublayer.kind])
+            if parameter.name in routed:
+                name = "routed experts"
             found[name] = found.get(name, 0) + parameter.num_bytes
     return found | {"embeddings and head": shape.other_bytes}
 
@@ -185,6 +303,7 @@ def model_shape(
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
         dtype_bytes=width,
+        pair_operations=4 * sizes.heads * sizes.head_size * sizes.layers // tensor_parallel,
         matrices={name: (out[0], out[1]) for name, out in shapes.items() if len(out) == 2},
     )
 

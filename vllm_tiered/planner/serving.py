@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.pipeline_time import StepTime
 from vllm_tiered.planner.step_time import Batch, predict_step
 from vllm_tiered.weights.placement import Placement
 
@@ -30,12 +31,12 @@ class Workload:
 
     def kv_bytes(self, shape: ModelShape, requests: int = 1) -> int:
         """Return the KV bytes of requests at full length, plus the block that vLLM reserves."""
-        return (requests * self._blocks + 1) * self._block_bytes(shape)
+        return requests * self._request_bytes(shape) + self._block_bytes(shape)
 
     def max_requests_in(self, shape: ModelShape, kv_bytes: int) -> int:
         """Return how many requests run at a time in ``kv_bytes``, at most ``max_requests``."""
-        blocks = kv_bytes // self._block_bytes(shape) - 1
-        return max(0, min(self.max_requests, blocks // self._blocks))
+        left = kv_bytes - self._block_bytes(shape)
+        return max(0, min(self.max_requests, left // self._request_bytes(shape)))
 
     def decode(self, requests: int) -> Batch:
         """Return the batch of a decode step with each request in the middle of its output."""
@@ -43,12 +44,32 @@ class Workload:
         return Batch(requests=requests, new_tokens=1, context_tokens=context)
 
     def prefill(self, requests: int = 1) -> Batch:
-        """Return the batch of a step in which each request computes its prompt."""
-        return Batch(requests=requests, new_tokens=self.prompt_tokens, context_tokens=0)
+        """Return the batch of a step in which each request computes its prompt, or begins it."""
+        return self.prefill_steps(requests)[0]
+
+    def prefill_steps(self, requests: int = 1) -> list[Batch]:
+        """Return the batches of the steps that compute the prompts of so many requests.
+
+        A prompt of more than ``max_batched_tokens`` tokens is computed in chunks of as many. Each
+        chunk is a step, which reads all weights again, and the KV of the chunks before it.
+        """
+        chunk = self.max_batched_tokens
+        return [
+            Batch(
+                requests=requests,
+                new_tokens=min(chunk, self.prompt_tokens - begin),
+                context_tokens=begin,
+            )
+            for begin in range(0, self.prompt_tokens, chunk)
+        ]
 
     @property
-    def _blocks(self) -> int:
-        return -(-(self.prompt_tokens + self.output_tokens) // self.block_tokens)
+    def tokens(self) -> int:
+        """Tokens of a request at its full length."""
+        return self.prompt_tokens + self.output_tokens
+
+    def _request_bytes(self, shape: ModelShape) -> int:
+        return shape.request_kv_bytes(self.tokens, self.block_tokens)
 
     def _block_bytes(self, shape: ModelShape) -> int:
         return self.block_tokens * shape.kv_bytes_per_token
@@ -60,7 +81,8 @@ class ServingEstimate:
 
     Attributes:
         requests: number of requests at a time.
-        prefill_seconds: time of a step with one request's prompt, which is its time to first token.
+        prefill_seconds: time of the steps that compute one request's prompt, which is its time to
+            first token.
         decode_seconds: time of a step with all requests, which is the time between tokens.
         stall_share: share of that step for which compute waits for weights.
         tokens_per_s: output tokens per second, including the time of the prefills.
@@ -81,11 +103,11 @@ def estimate_serving(
 ) -> ServingEstimate:
     """Predict the steady state with ``requests`` requests of the workload at a time."""
     decode = predict_step(shape, machine, placement, load.decode(requests))
-    alone = predict_step(shape, machine, placement, load.prefill())
+    alone = _prefill_time(shape, machine, placement, load, 1)
     together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
     prompts = alone
     if together > 1:
-        prompts = predict_step(shape, machine, placement, load.prefill(together))
+        prompts = _prefill_time(shape, machine, placement, load, together)
     # Prefill steps delay the other requests' tokens.
     steps = requests / together
     seconds = load.output_tokens * decode.seconds + steps * prompts.seconds
@@ -101,4 +123,18 @@ def estimate_serving(
         joules_per_token=power.joules(seconds, stall, placement.far_bytes) / tokens
         if power
         else None,
+    )
+
+
+def _prefill_time(
+    shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
+) -> StepTime:
+    """Return the time of all steps that compute the prompts of so many requests together."""
+    steps = [
+        predict_step(shape, machine, placement, batch) for batch in load.prefill_steps(requests)
+    ]
+    return StepTime(
+        seconds=sum(step.seconds for step in steps),
+        link_seconds=sum(step.link_seconds for step in steps),
+        stall_seconds=sum(step.stall_seconds for step in steps),
     )

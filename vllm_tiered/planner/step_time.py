@@ -2,10 +2,10 @@
 """Predicted time of a step on a machine: compute of each sublayer, and transfers that overlap it.
 
 On a probed machine, a sublayer takes the measured time of its GEMMs. On other machines, it takes
-the longer of its memory traffic and its arithmetic (roofline). Attention also reads the KV cache.
-While copies run, compute and link slow down by measured factors, or because they share the near
-tier's bandwidth. The time of a step outside the layers is a figure of the machine, plus the time to
-read the weights of the head.
+the longer of its memory traffic and its arithmetic (roofline). Attention follows: it
+reads the KV cache, and multiplies each new token with all earlier ones. While copies run, compute
+and link slow down by measured factors, or because they share the near tier's bandwidth. The time of
+a step outside the layers is a figure of the machine, plus the time to read the weights of the head.
 
 Weights in 4 bit have shorter transfers, and less memory traffic in the roofline. An engine measures
 GEMMs with such weights. `vllm-tiered probe` does not, so the times in 16 bit are used for its
@@ -65,31 +65,37 @@ def storage_link(machine: Machine) -> Link | None:
 
 
 class Roofline(NamedTuple):
-    """Seconds of a sublayer's parts: weight reads overlap arithmetic, KV reads follow."""
+    """Seconds of a sublayer's parts: weight reads overlap GEMMs, attention follows."""
 
     weights: float
     arithmetic: float
-    kv: float
+    attention: float
 
     @property
     def seconds(self) -> float:
-        return max(self.weights, self.arithmetic) + self.kv
+        return max(self.weights, self.arithmetic) + self.attention
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether arithmetic takes longer than each kind of memory traffic."""
-        return self.arithmetic > max(self.weights, self.kv)
+        """Whether the arithmetic of GEMMs takes longest."""
+        return self.arithmetic > max(self.weights, self.attention)
 
 
 def roofline_of(
-    machine: Machine, *, weight_bytes: float, num_weights: float, tokens: float, kv_bytes: float
+    machine: Machine,
+    *,
+    weight_bytes: float,
+    num_weights: float,
+    tokens: float,
+    kv_bytes: float,
+    attention_operations: float = 0.0,
 ) -> Roofline:
-    """Return the roofline of multiplying weights with ``tokens`` rows and of reading KV."""
-    near = machine.near_gb_per_s * 1e9
+    """Return the roofline of multiplying weights with ``tokens`` rows, and of attention."""
+    near, peak = machine.near_gb_per_s * 1e9, machine.tflops * 1e12
     return Roofline(
         weights=weight_bytes / near,
-        arithmetic=2 * num_weights * tokens / (machine.tflops * 1e12),
-        kv=kv_bytes / near,
+        arithmetic=2 * num_weights * tokens / peak,
+        attention=max(kv_bytes / near, attention_operations / peak),
     )
 
 
@@ -116,21 +122,25 @@ def roofline(
         batch: batch of the step.
         far: the sublayer's offloaded parameters, whose GEMMs may take longer.
     """
-    kv_bytes = 0.0
+    kv_bytes = operations = 0.0
     if sublayer.kind is Kind.ATTENTION:
-        per_layer = shape.kv_bytes_per_token / shape.num_layers
-        kv_bytes = batch.requests * batch.context_tokens * per_layer
+        # Layers of different kinds read different amounts; here each reads the mean.
+        of_request = shape.read_kv_bytes(batch.context_tokens) if batch.context_tokens else 0.0
+        kv_bytes = batch.requests * of_request / shape.num_attention
+        operations = shape.attention_operations(batch.new_tokens, batch.context_tokens)
+        operations *= batch.requests / shape.num_attention
+    tokens = batch.tokens
     parts = roofline_of(
         machine,
-        weight_bytes=sublayer.num_bytes,
-        num_weights=sum(map(shape.weights_in, sublayer.parameters)),
-        tokens=batch.tokens,
+        weight_bytes=sum(p.num_bytes * shape.share_read(p, tokens) for p in sublayer.parameters),
+        num_weights=sum(shape.weights_in(p) * shape.share_computed(p) for p in sublayer.parameters),
+        tokens=tokens,
         kv_bytes=kv_bytes,
+        attention_operations=operations,
     )
     if machine.curves:
         weights, arithmetic = (
-            _measured_seconds(sublayer, shape, far, machine.curves, tokens)
-            for tokens in (1, batch.tokens)
+            _measured_seconds(sublayer, shape, far, machine.curves, rows) for rows in (1, tokens)
         )
         parts = parts._replace(weights=weights, arithmetic=arithmetic)
     return parts

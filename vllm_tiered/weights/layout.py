@@ -46,11 +46,16 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """Tensor of a layer, with its name in the layer and its bytes on this rank."""
+    """Tensor of a layer, with its name in the layer and its bytes on this rank.
+
+    Attributes:
+        num_weights: the weights that it holds, if its bytes do not tell.
+    """
 
     name: str
     num_bytes: int
     role: Role
+    num_weights: int | None = None
 
     @property
     def may_move(self) -> bool:

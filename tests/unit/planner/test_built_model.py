@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes from what vLLM says of its class: caches, experts, formats; by hand."""
+
+import json
+
+import pytest
+
+from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.planner import built_model
+from vllm_tiered.planner.built_model import built_shape, shape_of
+from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.memory_split import baseline
+from vllm_tiered.planner.model_shape import BoundedKv
+from vllm_tiered.planner.serving import Workload, estimate_serving
+from vllm_tiered.planner.step_time import Batch, predict_step, roofline
+from vllm_tiered.weights.layout import Role
+
+MACHINE = load_profile("rtx4090-pcie4")
+
+
+def parameter(name, *shape, linear=True, routed=False, movable=True):
+    num_bytes = 2
+    for size in shape:
+        num_bytes *= size
+    return {
+        "name": name,
+        "bytes": num_bytes,
+        "shape": list(shape),
+        "linear": linear,
+        "routed": routed,
+        "movable": movable,
+    }
+
+
+DENSE = {
+    "parameters": [
+        parameter("self_attn.qkv_proj.weight", 96, 64),
+        parameter("self_attn.o_proj.weight", 64, 64),
+        parameter("input_layernorm.weight", 64, linear=False, movable=False),
+        parameter("mlp.gate_up_proj.weight", 256, 64),
+        parameter("mlp.down_proj.weight", 64, 128),
+    ],
+    "experts": None,
+}
+MIXTURE = {
+    "parameters": [
+        parameter("self_attn.qkv_proj.weight", 96, 64),
+        parameter("self_attn.qkv_proj.bias", 96),
+        parameter("mlp.gate.weight", 8, 64, movable=False),
+        parameter("mlp.experts.w13_weight", 8, 64, 64, linear=False, routed=True, movable=False),
+        parameter("mlp.experts.w2_weight", 8, 64, 32, linear=False, routed=True, movable=False),
+    ],
+    "experts": {"num_experts": 8, "per_token": 2},
+}
+FULL = {"page_bytes": 2048, "block_tokens": 16, "most": None, "operations": 128}
+WINDOW = {"page_bytes": 4096, "block_tokens": 16, "most": 40, "operations": 256}
+STATE = {"page_bytes": 10_000, "block_tokens": 448, "most": 0, "operations": 0}
+
+
+def facts(layers=(DENSE, DENSE), kv=(FULL, FULL), **changes):
+    return {
+        "architecture": "SomeForCausalLM",
+        "path": "model.layers",
+        "layers": list(layers),
+        "other_bytes": 1000,
+        "head_bytes": 400,
+        "kv": list(kv),
+        "dtype_bytes": 2,
+        "quantization": None,
+        "max_model_len": 4096,
+        **changes,
+    }
+
+
+def test_sublayers_are_those_of_the_engine():
+    shape = shape_of(facts())
+    attention, ffn = shape.sublayers[:2]
+    assert [p.num_bytes for p in attention.parameters] == [2 * 96 * 64, 2 * 64 * 64, 128]
+    assert [p.role for p in ffn.parameters] == [Role.FFN_FIRST, Role.MATRIX]
+    assert shape.num_attention == shape.num_layers == 2
+    assert (shape.other_bytes, shape.head_bytes, shape.family) == (1000, 400, "SomeForCausalLM")
+    assert shape.matrices["mlp.down_proj.weight"] == (64, 128)
+
+
+def test_windows_and_states_do_not_grow_with_the_request():
+    shape = shape_of(facts(kv=(FULL, WINDOW, WINDOW, STATE)))
+    assert shape.kv_bytes_per_token == 128
+    # A window of 40 tokens takes three blocks and one more, as it begins anywhere in its first.
+    assert shape.request_kv_bytes(1000, 16) == 63 * 2048 + 2 * 4 * 4096 + 10_000
+    assert shape.request_kv_bytes(20, 16) == 2 * 2048 + 2 * 2 * 4096 + 10_000
+    assert shape.read_kv_bytes(1000) == 1000 * 128 + 2 * 40 * 256 + 10_000
+    assert shape.read_kv_bytes(10) == 10 * 128 + 2 * 10 * 256 + 10_000
+
+
+def test_requests_at_a_time_count_windows_and_states():
+    shape = shape_of(facts(kv=(FULL, WINDOW, STATE)))
+    load = Workload(prompt_tokens=900, output_tokens=100)
+    one = shape.request_kv_bytes(1000, 16)
+    assert load.kv_bytes(shape, 3) == 3 * one + 2048
+    assert load.max_requests_in(shape, 3 * one + 2048) == 3
+    assert load.max_requests_in(shape, 3 * one + 2047) == 2
+
+
+def test_a_layer_that_reads_another_layers_cache_has_arithmetic_and_no_bytes():
+    sharing = {"page_bytes": 0, "block_tokens": 1, "most": None, "operations": 128}
+    shape = shape_of(facts(kv=(FULL, sharing)))
+    assert (shape.kv_bytes_per_token, shape.pair_operations) == (128, 256)
+
+
+def test_arithmetic_of_attention_grows_with_the_square_but_not_over_windows():
+    shape = shape_of(facts(kv=(FULL, WINDOW)))
+    pairs = 1000 * 1001 / 2
+    assert shape.attention_operations(1000, 0) == 128 * pairs + 256 * 1000 * 40
+    assert shape.attention_operations(1, 20) == (128 + 256) * 21
+
+
+def test_a_long_prompt_is_computed_in_chunks_that_stream_the_weights_again():
+    shape = shape_of(facts())
+    load = Workload(prompt_tokens=5000, output_tokens=10, max_batched_tokens=2048)
+    assert load.prefill_steps() == [
+        Batch(requests=1, new_tokens=2048, context_tokens=0),
+        Batch(requests=1, new_tokens=2048, context_tokens=2048),
+        Batch(requests=1, new_tokens=904, context_tokens=4096),
+    ]
+    placement = baseline("all_far", shape)
+    served = estimate_serving(shape, MACHINE, placement, load, 1)
+    steps = [predict_step(shape, MACHINE, placement, batch) for batch in load.prefill_steps()]
+    assert served.prefill_seconds == pytest.approx(sum(step.seconds for step in steps))
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_routed_to():
+    shape = shape_of(facts(layers=[MIXTURE], kv=[FULL]))
+    (experts,) = (p for s in shape.sublayers for p in s.parameters if p.name.endswith("w2_weight"))
+    assert experts.role is Role.FIXED
+    assert shape.share_read(experts, 1) == pytest.approx(0.25)
+    assert shape.share_read(experts, 2) == pytest.approx(1 - 0.75**2)
+    assert shape.share_computed(experts) == 0.25
+    ffn = shape.sublayers[1]
+    of_experts = 2 * 8 * (64 * 64 + 64 * 32)
+    one = roofline(ffn, shape, MACHINE, Batch(requests=1, new_tokens=1, context_tokens=0))
+    near = MACHINE.near_gb_per_s * 1e9
+    assert one.weights == pytest.approx((2 * 8 * 64 + of_experts / 4) / near)
+    assert one.arithmetic == pytest.approx(2 * (8 * 64 + of_experts / 8) / (MACHINE.tflops * 1e12))
+
+
+def test_a_quantised_checkpoint_has_fewer_bytes_and_as_many_weights():
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    plain, packed = shape_of(facts()), shape_of(facts(quantization=awq))
+    o_proj = packed.sublayers[0].parameters[1]
+    assert o_proj.num_bytes == round(64 * 64 * (4 + 20 / 32) / 8)
+    assert packed.weights_in(o_proj) == 64 * 64
+    assert packed.sublayers[0].parameters[2] == plain.sublayers[0].parameters[2]  # a norm
+    assert packed.quantization == "awq 4 bit" and plain.quantization is None
+    with pytest.raises(UnsupportedError, match="quantised already"):
+        shape_of(facts(quantization=awq), compress="int4")
+
+
+def test_experts_in_mxfp4_leave_attention_as_it_is():
+    shape = shape_of(facts(layers=[MIXTURE], kv=[FULL], quantization={"quant_method": "mxfp4"}))
+    sizes = {p.name: p.num_bytes for s in shape.sublayers for p in s.parameters}
+    assert sizes["mlp.experts.w2_weight"] == 8 * 64 * 32 * 4.25 / 8
+    assert sizes["self_attn.qkv_proj.weight"] == 2 * 96 * 64
+
+
+def test_a_window_of_a_short_request():
+    kv = BoundedKv(num_layers=3, page_bytes=100, block_tokens=16, max_tokens=64)
+    assert kv.request_bytes(16) == 300
+    assert kv.request_bytes(10_000) == 3 * 100 * 5
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("/nowhere/model", "there is no such folder"), ("a/b/c", "there is no such folder")],
+)
+def test_what_is_neither_a_folder_nor_a_name_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        built_shape(model)
+
+
+def test_an_answer_is_kept_by_all_that_it_depends_on(monkeypatch, tmp_path):
+    asked: list[tuple[str, str, int]] = []
+
+    def ask(model, dtype, ranks):
+        asked.append((model, dtype, ranks))
+        return facts()
+
+    monkeypatch.setattr(built_model, "_ask", ask)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    first = built_shape(str(model))
+    assert built_shape(str(model / "config.json")) == first and len(asked) == 1
+    built_shape(str(model), dtype="float32")
+    built_shape(str(model), tensor_parallel=2)
+    (model / "config.json").write_text(json.dumps({"hidden_size": 65}))
+    built_shape(str(model))
+    assert len(asked) == 4
+
+
+def test_a_damaged_answer_is_asked_for_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(built_model, "_ask", lambda *_: facts())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    first = built_shape(str(tmp_path))
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    kept.write_text("{")
+    assert built_shape(str(tmp_path)) == first
+    assert json.loads(kept.read_text())["path"] == "model.layers"

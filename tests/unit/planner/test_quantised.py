@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of quantised weights, from the configurations that checkpoints have."""
+
+import pytest
+
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner.quantised import read_format
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": False}
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": True, "type": "int"}}
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "symmetric": True, "type": "int"}}},
+    "ignore": ["model.layers.3.self_attn.q_proj"],
+}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "bits"),
+    [
+        (AWQ, 4 + (16 + 4) / 128),
+        (GPTQ, 8),
+        (W4A16, 4 + 16 / 32),
+        (W8A8, 8),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        (NVFP4, 4 + 8 / 16),
+        (MXFP4, 4 + 8 / 32),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4 + 32 / 64),
+    ],
+    ids=["awq", "gptq", "w4a16", "w8a8", "fp8", "nvfp4", "mxfp4", "bitsandbytes"],
+)
+def test_bits_of_a_weight_with_its_scales(config, bits):
+    assert read_format(config).bytes_per_weight == pytest.approx(bits / 8)
+
+
+def test_modules_are_left_out_by_pattern_by_name_and_by_a_part_of_a_fused_matrix():
+    w4a16, w8a8 = read_format(W4A16), read_format(W8A8)
+    assert not w4a16.applies_to("model.layers.0.mlp.gate", is_expert=False)
+    assert w4a16.applies_to("model.layers.0.mlp.gate_up_proj", is_expert=False)
+    assert not w8a8.applies_to("model.layers.3.self_attn.qkv_proj", is_expert=False)
+    assert w8a8.applies_to("model.layers.33.self_attn.qkv_proj", is_expert=False)
+    assert not read_format(MXFP4).applies_to("model.layers.1.self_attn.o_proj", is_expert=False)
+
+
+def test_mxfp4_is_of_experts_alone():
+    experts = "model.layers.1.mlp.experts.routed_experts"
+    assert read_format(MXFP4).applies_to(experts, is_expert=True)
+    assert not read_format({"quant_method": "mxfp4"}).applies_to("model.norm", is_expert=False)
+
+
+def test_what_cannot_be_told_is_refused_by_its_name():
+    with pytest.raises(UnsupportedError, match="quantised by aqlm, whose bytes are not known"):
+        read_format({"quant_method": "aqlm"})
+    with pytest.raises(UnsupportedError, match="name no format of weights"):
+        read_format({"quant_method": "compressed-tensors", "config_groups": {}})
