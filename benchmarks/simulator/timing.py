@@ -81,7 +81,7 @@ class StepTimer:
         )
         burden = self._policy.burden(level, blocks)
         taken = burden.pages * self._page_bytes * machine.near_bytes_per_copied_byte
-        compute_s = max(roofline.weights + roofline.kv, roofline.arithmetic) + taken / near
+        compute_s = max(roofline.weights + roofline.attention, roofline.arithmetic) + taken / near
         compute_s += burden.layers * machine.far_layer_overhead_us * 1e-6
         pace = Pace(
             overhead_s=step_overhead_seconds(machine, num_requests),

@@ -8,8 +8,10 @@ import pytest
 import scipy.optimize
 
 from tests.fixtures.model_configs import LLAMA_3_8B
+from vllm_tiered.adapter import cli_args
 from vllm_tiered.cli import plan as plan_command
 from vllm_tiered.cli.main import main
+from vllm_tiered.config import TieredConfig
 from vllm_tiered.planner import choice_counts
 from vllm_tiered.planner.fit import evaluate_placements
 
@@ -24,8 +26,15 @@ def results(*args, **options):
     return RESULTS[key]
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return a folder for what vLLM says of models, which takes it ten seconds each."""
+    return tmp_path_factory.mktemp("answers")
+
+
 @pytest.fixture
-def model(tmp_path, monkeypatch):
+def model(tmp_path, answers, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
     monkeypatch.setattr(plan_command, "evaluate_placements", results)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return str(tmp_path)
@@ -67,12 +76,36 @@ def test_the_target_marks_a_row(model, capsys):
     assert (answer["target"], answer["chosen"]) == ("latency", "latency")
 
 
-def test_it_says_what_makes_the_engine_do_it(model, capsys):
+def test_it_prints_the_command_that_serves_the_plan(model, capsys):
     plan(model)
-    assert "in the engine weights.near_gib=6.042" in capsys.readouterr().out
-    plan(model, "--target", "latency")
     out = capsys.readouterr().out
-    assert "in the engine weights.near_gib=5.954 and --kv-cache-memory-bytes 9" in out
+    begin = f"  vllm serve {model} --plugin tiered --tiered-config.weights.placement "
+    assert f"{begin}throughput --tiered-config.weights.near_gib 6.042 " in out
+    assert "--max-model-len 640 --max-num-seqs " in out
+    plan(model, "--target", "latency", "--dtype", "bfloat16")
+    out = capsys.readouterr().out
+    assert f"{begin}latency --tiered-config.weights.near_gib 5.954 " in out
+    assert "--kv-cache-memory-bytes 9" in out and "--dtype bfloat16" in out
+
+
+def test_the_command_is_one_that_vllm_understands(model, capsys):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_args.install()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    plan(model)
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  vllm serve"))
+    asked = parser.parse_args(["--model", *line.split()[2:]])
+    assert asked.model == model
+    assert asked.max_model_len == 640 and asked.max_num_seqs > 1
+    weights = TieredConfig.from_dict(asked.additional_config["tiered"]).weights
+    assert (weights.placement, weights.near_gib) == ("throughput", 6.042)
+
+
+def test_a_request_longer_than_the_model_allows_is_refused_with_the_numbers(model, capsys):
+    assert plan(model, "--prompt-tokens", "8100") == 1
+    assert "8100 prompt and 128 output tokens are more than the 8192" in capsys.readouterr().err
 
 
 def test_why_says_what_binds_and_what_would_help(model, capsys):
@@ -161,22 +194,17 @@ def test_an_unknown_disk_is_said(model, capsys):
     assert "how fast this machine reads from storage: measure it" in capsys.readouterr().err
 
 
-def test_an_unknown_architecture_is_said(model, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, "model_type": "new"}))
-    assert plan(model) == 0
-    assert "Unknown architecture: sizes are those of" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "config.json: cannot be read: No such file"),
         ("{", "is not valid JSON"),
         ("[]", "is not a model's configuration"),
-        ("{}", "hidden_size=None: it must be a number above 0"),
+        ("{}", "vLLM does not build it"),
     ],
 )
-def test_bad_models_are_named(tmp_path, capsys, content, message):
+def test_bad_models_are_named(tmp_path, answers, monkeypatch, capsys, content, message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert plan(str(tmp_path)) == 1

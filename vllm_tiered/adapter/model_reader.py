@@ -185,9 +185,9 @@ def _pair_operations(layer: Any) -> int:
     heads = getattr(layer, "num_heads", None)
     if heads is None:
         return 0
-    key = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_size", 0)
-    value = getattr(layer, "v_head_dim", None) or getattr(layer, "head_size_v", key)
-    return int(2 * heads * (key + value))
+    key = int(getattr(layer, "qk_head_dim", None) or getattr(layer, "head_size", 0))
+    value = int(getattr(layer, "v_head_dim", None) or getattr(layer, "head_size_v", key))
+    return 2 * int(heads) * (key + value)
 
 
 def _engine_config(model: str, dtype: str) -> tuple[Any, Any]:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of published models, from vLLM's own classes, against published numbers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.fixtures.real_models import REAL_MODELS
+from vllm_tiered.adapter import model_reader
+from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner import built_model
+from vllm_tiered.planner.built_model import shape_of
+from vllm_tiered.planner.serving import Workload
+
+FEW = (
+    "SmolLM2-135M",
+    "Llama-3.3-70B-AWQ",
+    "Gemma-3-27B",
+    "Qwen3-30B-A3B",
+    "gpt-oss-120b",
+    "DeepSeek-V2-Lite",
+)
+
+
+def read(folder, names, *, dtype="auto", ranks=1):
+    """Return the shapes of models by name, all read in one process."""
+    models = []
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(REAL_MODELS[name].config))
+        models.append(str(folder / name))
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_tiered.adapter.model_reader", dtype, str(ranks), *models],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0"},
+    )
+    prefix = model_reader.PREFIX
+    lines = [line for line in done.stdout.splitlines() if line.startswith(prefix)]
+    answers = [json.loads(line.removeprefix(prefix)) for line in lines]
+    assert len(answers) == len(models), done.stderr[-2000:]
+    problems = {n: a["error"] for n, a in zip(names, answers, strict=True) if "error" in a}
+    assert not problems
+    return {name: shape_of(answer) for name, answer in zip(names, answers, strict=True)}
+
+
+def num_weights(shape):
+    layers = sum(shape.weights_in(p) for part in shape.sublayers for p in part.parameters)
+    return layers + shape.other_bytes / shape.dtype_bytes
+
+
+def check(shapes):
+    for name, shape in shapes.items():
+        expected = REAL_MODELS[name]
+        assert num_weights(shape) == pytest.approx(expected.billions * 1e9, rel=1e-3), name
+        assert shape.kv_bytes_per_token == expected.kv_bytes, name
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return read(tmp_path_factory.mktemp("few"), FEW)
+
+
+def test_weights_and_kv_bytes_are_the_published_ones(few):
+    check(few)
+
+
+def test_bytes_of_quantised_checkpoints_are_those_of_their_files(few):
+    def gb(name):
+        return (few[name].layer_bytes + few[name].other_bytes) / 1e9
+
+    assert gb("Llama-3.3-70B-AWQ") == pytest.approx(39.77, rel=0.01)
+    assert gb("gpt-oss-120b") == pytest.approx(65.25, rel=0.01)
+
+
+def test_windows_keep_the_requests_of_gemma_small(few):
+    """52 of 62 layers keep 1,024 tokens, so a request of 32k takes a quarter of a dense model's."""
+    shape, load = few["Gemma-3-27B"], Workload(prompt_tokens=32_000, output_tokens=768)
+    dense = 2 * 62 * 16 * 128 * 2 * 32_768
+    assert load.kv_bytes(shape) / dense == pytest.approx(0.19, abs=0.02)
+    left = int(80e9) - shape.layer_bytes - shape.other_bytes
+    assert 7 <= load.max_requests_in(shape, left) <= 9
+
+
+def test_experts_are_known_and_stay_near(few):
+    experts = few["Qwen3-30B-A3B"].experts
+    assert (experts.num_experts, experts.per_token, len(experts.names)) == (128, 8, 2)
+    movable = [p.name for s in few["Qwen3-30B-A3B"].sublayers for p in s.parameters if p.may_move]
+    assert movable and not set(movable) & experts.names
+
+
+@pytest.mark.slow
+def test_all_published_models(tmp_path):
+    check(read(tmp_path, list(REAL_MODELS)))
+
+
+def test_a_rank_of_two_has_half_of_each_matrix(few, tmp_path):
+    (shape,) = read(tmp_path, ["Qwen3-30B-A3B"], ranks=2).values()
+    whole = few["Qwen3-30B-A3B"]
+    assert shape.kv_bytes_per_token == whole.kv_bytes_per_token / 2
+    assert num_weights(shape) == pytest.approx(num_weights(whole) / 2, rel=0.01)
+
+
+def test_why_vllm_does_not_build_it_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "hidden_size": 64}))
+    with pytest.raises(UnsupportedError, match=r"vLLM does not build it: .*new"):
+        built_model.built_shape(str(tmp_path))
+    assert not (tmp_path / "cache").exists()  # it may be built tomorrow
