@@ -139,7 +139,7 @@ class RoutedExperts:
 
         Real routing is uneven, so this is the most.
         """
-        return 1.0 - (1.0 - self.share_computed) ** tokens
+        return 1.0 - float((1.0 - self.share_computed) ** tokens)
 
     @property
     def share_computed(self) -> float:
