@@ -185,8 +185,8 @@ def _pair_operations(layer: Any) -> int:
     heads = getattr(layer, "num_heads", None)
     if heads is None:
         return 0
-    key: int = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_size", 0)
-    value: int = getattr(layer, "v_head_dim", None) or getattr(layer, "head_size_v", key)
+    key: int = getattr(layer, "qk_head_dim", 0) or getattr(layer, "head_size", 0)
+    value: int = getattr(layer, "v_head_dim", 0) or getattr(layer, "head_size_v", key)
     return 2 * int(heads) * (key + value)
 
 
