@@ -22,6 +22,7 @@
 | glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
 | latent | 8      | multi-head latent               | layers enough for an expansion |
 | gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
+| gemma4_e | 12   | GQA, 4 heads on 2, two of three layers in a window | 3 layers read others' KV |
 | llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | lfm2   | 6      | GQA, 4 heads on 2, in every third layer | short convolutions in the others |
@@ -207,6 +208,19 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 48,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
         "tie_word_embeddings": False,
+    },
+    "gemma4_e": {
+        **_COMMON,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "global_head_dim": 64,
+        "intermediate_size": 512,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0,
     },
     "llama4": {
         **_COMMON,
