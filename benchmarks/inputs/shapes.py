@@ -22,7 +22,8 @@
 | glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
 | latent | 8      | multi-head latent               | layers enough for an expansion |
 | gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
-| gemma4_e | 12   | GQA, 4 heads on 2, two of three layers in a window | 3 layers read others' KV |
+| gemma4_e | 12  | gemma3's, heads of 128 outside windows | the last 3 read others' KV |
+| gemma4 | 9      | gemma3's, one KV head outside windows | KV of two sizes |
 | llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | lfm2   | 6      | GQA, 4 heads on 2, in every third layer | short convolutions in the others |
@@ -215,11 +216,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 12,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "global_head_dim": 64,
+        "global_head_dim": 128,
         "intermediate_size": 512,
         "sliding_window": 48,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
         "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4": {
+        **_COMMON,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 9,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "head_dim": 64,
+        "global_head_dim": 64,
+        "intermediate_size": 512,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
         "hidden_size_per_layer_input": 0,
     },
     "llama4": {

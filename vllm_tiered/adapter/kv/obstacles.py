@@ -7,7 +7,7 @@ hand is refused then. Otherwise the engine core asks every worker before it plan
 the layers of a draft model then, and the layers that read another layer's KV cache.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
     Args:
         is_loaded: the model is loaded, so that the block size is final.
     """
-    backends: dict[str, tuple[Any, Any]] = {}
+    backends: dict[str, list[tuple[Any, Any]]] = {}
     specs: list[Any] = []
     layers = _attention_layers(vllm_config)
     targets = find_targets(layers)
@@ -88,7 +88,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
             specs.append(spec)
         if spec is not None and not is_recurrent(spec):
             backend = layer.get_attn_backend()
-            backends[backend.get_name()] = backend, spec
+            backends.setdefault(backend.get_name(), []).append((backend, spec))
     if not specs:
         return "the model keeps no KV cache"
     if (obstacle := find_spec_obstacle(specs)) is not None:
@@ -102,7 +102,10 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
             f"block tables of the attention backend {', '.join(others)} cannot be translated layer "
             f"by layer, those of {', '.join(ATTENTION_BACKENDS)} can (--attention-backend)"
         )
-    return _find_split_blocks(backends) if is_loaded else None
+    if not is_loaded:
+        return None
+    largest = max(spec.page_size_bytes for spec in specs)
+    return _find_split_blocks([each for of_name in backends.values() for each in of_name], largest)
 
 
 def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
@@ -122,22 +125,35 @@ def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
     return None
 
 
-def _find_split_blocks(backends: dict[str, tuple[Any, Any]]) -> str | None:
-    """Find kernels that see each KV block as several smaller ones."""
+def _find_split_blocks(layers: Sequence[tuple[Any, Any]], page_bytes: int) -> str | None:
+    """Find kernels that see each KV block as several smaller ones.
+
+    Args:
+        layers: the attention backend and the spec of each layer with KV.
+        page_bytes: the largest page. To give all pages this size, vLLM makes the blocks of the
+            other layers larger where that divides it, and pads their pages otherwise.
+    """
     from vllm.v1.worker.utils import select_common_block_size
 
-    classes, specs = zip(*backends.values(), strict=True)
-    block_tokens = specs[0].block_size
-    try:
-        kernel_tokens = select_common_block_size(block_tokens, list(classes), list(specs))
-    except ValueError:
-        return None  # vLLM says so itself
-    if kernel_tokens == block_tokens:
-        return None
-    return (
-        f"the attention kernel splits blocks of {block_tokens} tokens: set --block-size "
-        f"{kernel_tokens}"
-    )
+    kinds: dict[int, dict[str, tuple[Any, Any]]] = {}  # backends by the tokens of their blocks
+    for backend, spec in layers:
+        ratio = page_bytes // spec.page_size_bytes
+        is_larger = page_bytes % spec.page_size_bytes == 0
+        block_tokens = spec.block_size * (ratio if is_larger else 1)
+        kinds.setdefault(block_tokens, {})[backend.get_name()] = backend, spec
+    for block_tokens, by_name in kinds.items():
+        backends, specs = zip(*by_name.values(), strict=True)
+        try:
+            kernel_tokens = select_common_block_size(block_tokens, list(backends), list(specs))
+        except ValueError:
+            continue  # vLLM says so itself
+        if kernel_tokens != block_tokens:
+            ratio = block_tokens // specs[0].block_size
+            return (
+                f"the attention kernel splits blocks of {block_tokens} tokens: set --block-size "
+                f"{max(1, kernel_tokens // ratio)}"
+            )
+    return None
 
 
 def find_spec_obstacle(specs: list[Any]) -> str | None:
@@ -198,8 +214,11 @@ def find_plan_obstacle(
                     f"KV pages of {spec.page_size_bytes} bytes lie {tensor.block_stride} bytes "
                     "apart (VLLM_KV_CACHE_LAYOUT)"
                 )
-            if any(specs_by_name[name].block_size != spec.block_size for name in group.layer_names):
-                return "vLLM has made the blocks of some layers larger, to give all pages one size"
+            is_larger = any(
+                specs_by_name[name].block_size != spec.block_size for name in group.layer_names
+            )
+            if is_larger and any(map(is_recurrent, specs)):
+                return "vLLM has made blocks larger, to give them the size of a recurrent state"
     return None
 
 
