@@ -6,12 +6,22 @@ their kind before. In other shapes tests let layers share KV caches themselves.
 """
 
 import time
+from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.e2e.faults import poison_freed_pages, walk
-from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
+from tests.e2e.harness import (
+    Run,
+    Tokens,
+    engine,
+    generate,
+    metric,
+    random_prompts,
+    run,
+    vllm_tokens,
+)
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.kv import adaptive, group_translation, worker
 from vllm_tiered.kv.swapper import Swapper
@@ -28,7 +38,19 @@ TIGHT: dict[str, Any] = {
 PAIRS = {layer: layer - 1 for layer in range(3, 28, 4)}
 PAIRS |= {28: 26, 29: 26}
 """Layers that share a KV cache among the 30 of "deep": pairs, and four at the end."""
-DEEP: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 32 * MIB}
+
+
+def run_deep(tiered: dict[str, Any] | None) -> Run:
+    """Run "deep" with less memory than its requests would use; vLLM alone has enough."""
+    near_bytes = 12 * MIB if tiered else 64 * MIB
+    options: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": near_bytes}
+    return run("deep", PROMPTS[:5], tiered, max_tokens=20, **options)
+
+
+@cache
+def deep_tokens() -> Tokens:
+    """Return vLLM's own tokens of "deep" with shared KV caches."""
+    return run_deep(None).tokens
 
 
 def test_all_layers_of_full_attention_far() -> None:
@@ -75,8 +97,8 @@ def test_grows_when_requests_wait(monkeypatch) -> None:
 def test_caches_shared_in_the_middle_of_the_stack(policy, share_caches) -> None:
     """Two staging buffers or more go from layer to layer, once their last readers are done."""
     share_caches(PAIRS)
-    expected = run("deep", PROMPTS, **DEEP | {"kv_cache_memory_bytes": 128 * MIB}).tokens
-    result = run("deep", PROMPTS, {"expansion": 3.0, "policy": policy}, **DEEP)
+    expected = deep_tokens()
+    result = run_deep({"expansion": 3.0, "policy": policy})
     assert result.tokens == expected
     assert result.manifest["kv"]["num_layers"] == 30 - len(PAIRS)
     assert result.metrics["tiered_kv_read_bytes"] > 0
@@ -138,7 +160,7 @@ def test_these_tests_notice_other_pages(damage, monkeypatch) -> None:
 def test_these_tests_notice_a_stale_page(share_caches, monkeypatch) -> None:
     """The buffer is released before its last reader, and filled with another layer at once."""
     share_caches(PAIRS)
-    expected = run("deep", PROMPTS, **DEEP | {"kv_cache_memory_bytes": 128 * MIB}).tokens
+    expected = deep_tokens()
     bind, release = worker.TieredWorker._bind_views, Swapper.layer_done
 
     def bound(self) -> None:
@@ -151,4 +173,4 @@ def test_these_tests_notice_a_stale_page(share_caches, monkeypatch) -> None:
 
     monkeypatch.setattr(worker.TieredWorker, "_bind_views", bound)
     monkeypatch.setattr(Swapper, "layer_done", released)
-    assert run("deep", PROMPTS, {"expansion": 3.0}, **DEEP).tokens != expected
+    assert run_deep({"expansion": 3.0}).tokens != expected
