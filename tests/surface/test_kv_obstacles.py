@@ -8,6 +8,7 @@ import torch
 
 from vllm_tiered.adapter.kv import groups as groups_of
 from vllm_tiered.adapter.kv import obstacles
+from vllm_tiered.adapter.kv.block_sizes import find_split_blocks
 from vllm_tiered.adapter.kv.steps import StepReport
 
 
@@ -30,7 +31,7 @@ def backend(*block_tokens):
 def test_kernels_that_split_blocks():
     def obstacle(*block_tokens):
         layers = [(backend(*block_tokens), spec)]
-        return obstacles._find_split_blocks(layers, spec.page_size_bytes)
+        return find_split_blocks(layers, spec.page_size_bytes)
 
     spec = full_attention(block_tokens=64)
     assert "splits blocks of 64 tokens: set --block-size 16" in obstacle(16)
@@ -44,12 +45,12 @@ def test_kernels_that_split_blocks_which_vllm_makes_larger():
 
     def obstacle(*block_tokens):
         layers = [(backend(*block_tokens), half), (backend(*block_tokens), whole)]
-        return obstacles._find_split_blocks(layers, whole.page_size_bytes)
+        return find_split_blocks(layers, whole.page_size_bytes)
 
     assert "splits blocks of 128 tokens: set --block-size 32" in obstacle(64)
     assert obstacle(64, 128) is None
     padded = full_attention(num_kv_heads=3)
-    assert obstacles._find_split_blocks([(backend(64), padded)], whole.page_size_bytes) is None
+    assert find_split_blocks([(backend(64), padded)], whole.page_size_bytes) is None
 
 
 def test_layers_of_two_sizes():

@@ -7,13 +7,14 @@ hand is refused then. Otherwise the engine core asks every worker before it plan
 the layers of a draft model then, and the layers that read another layer's KV cache.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv.block_sizes import find_split_blocks
 from vllm_tiered.adapter.kv.far_dtype import check_elements
 from vllm_tiered.adapter.kv.groups import (
     NO_LAYERS,
@@ -74,7 +75,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
     Args:
         is_loaded: the model is loaded, so that the block size is final.
     """
-    backends: dict[str, list[tuple[Any, Any]]] = {}
+    with_tokens: list[tuple[Any, Any]] = []  # backends and specs of layers with KV
     specs: list[Any] = []
     layers = _attention_layers(vllm_config)
     targets = find_targets(layers)
@@ -87,8 +88,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
         if spec is not None:
             specs.append(spec)
         if spec is not None and not is_recurrent(spec):
-            backend = layer.get_attn_backend()
-            backends.setdefault(backend.get_name(), []).append((backend, spec))
+            with_tokens.append((layer.get_attn_backend(), spec))
     if not specs:
         return "the model keeps no KV cache"
     if (obstacle := find_spec_obstacle(specs)) is not None:
@@ -97,15 +97,15 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
         return obstacle
     if (obstacle := find_target_obstacle(vllm_config, layers, targets)) is not None:
         return obstacle
-    if others := sorted(backends.keys() - set(ATTENTION_BACKENDS)):
+    backends = {backend.get_name() for backend, _ in with_tokens}
+    if others := sorted(backends - set(ATTENTION_BACKENDS)):
         return (
             f"block tables of the attention backend {', '.join(others)} cannot be translated layer "
             f"by layer, those of {', '.join(ATTENTION_BACKENDS)} can (--attention-backend)"
         )
     if not is_loaded:
         return None
-    largest = max(spec.page_size_bytes for spec in specs)
-    return _find_split_blocks([each for of_name in backends.values() for each in of_name], largest)
+    return find_split_blocks(with_tokens, max(spec.page_size_bytes for spec in specs))
 
 
 def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
@@ -122,37 +122,6 @@ def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
             "model runner V2 runs the draft model in CUDA graphs of its own "
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
-    return None
-
-
-def _find_split_blocks(layers: Sequence[tuple[Any, Any]], page_bytes: int) -> str | None:
-    """Find kernels that see each KV block as several smaller ones.
-
-    Args:
-        layers: the attention backend and the spec of each layer with KV.
-        page_bytes: the largest page. To give all pages this size, vLLM makes the blocks of the
-            other layers larger where that divides it, and pads their pages otherwise.
-    """
-    from vllm.v1.worker.utils import select_common_block_size
-
-    kinds: dict[int, dict[str, tuple[Any, Any]]] = {}  # backends by the tokens of their blocks
-    for backend, spec in layers:
-        ratio = page_bytes // spec.page_size_bytes
-        is_larger = page_bytes % spec.page_size_bytes == 0
-        block_tokens = spec.block_size * (ratio if is_larger else 1)
-        kinds.setdefault(block_tokens, {})[backend.get_name()] = backend, spec
-    for block_tokens, by_name in kinds.items():
-        backends, specs = zip(*by_name.values(), strict=True)
-        try:
-            kernel_tokens = select_common_block_size(block_tokens, list(backends), list(specs))
-        except ValueError:
-            continue  # vLLM says so itself
-        if kernel_tokens != block_tokens:
-            ratio = block_tokens // specs[0].block_size
-            return (
-                f"the attention kernel splits blocks of {block_tokens} tokens: set --block-size "
-                f"{max(1, kernel_tokens // ratio)}"
-            )
     return None
 
 
