@@ -24,6 +24,7 @@
 | gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
 | gemma4_e | 12  | gemma3's, heads of 128 outside windows | the last 3 read others' KV |
 | gemma4 | 9      | gemma3's, one KV head outside windows | KV of two sizes |
+| mimo_v2 | 4     | one KV head; two and a window in every other layer | values of half the size |
 | llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | lfm2   | 6      | GQA, 4 heads on 2, in every third layer | short convolutions in the others |
@@ -236,6 +237,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 48,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
         "hidden_size_per_layer_input": 0,
+    },
+    "mimo_v2": {
+        **_COMMON,
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 32,
+        "swa_head_dim": 64,
+        "swa_v_head_dim": 32,
+        "intermediate_size": 512,
+        "layernorm_epsilon": 1e-6,
+        "sliding_window": 48,
+        "sliding_window_size": 48,
+        "hybrid_layer_pattern": [1, 0] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
     },
     "llama4": {
         **_COMMON,
