@@ -22,6 +22,9 @@
 | glm4_moe | 3    | GQA, 4 heads on 2               | a bias in the router; a shared expert |
 | latent | 8      | multi-head latent               | layers enough for an expansion |
 | gemma3 | 9      | GQA, 4 heads on 2, two of three layers in a window | windows in two groups |
+| gemma4_e | 12  | gemma3's, heads of 128 outside windows | the last 3 read others' KV |
+| gemma4 | 9      | gemma3's, one KV head outside windows | KV of two sizes |
+| mimo_v2 | 4     | one KV head; two and a window in every other layer | values of half the size |
 | llama4 | 6      | GQA, 4 heads on 2, two of three layers in chunks | 4 experts and a shared one |
 | granite_hybrid | 4 | GQA, 4 heads on 2, in every other layer | Mamba in the others |
 | lfm2   | 6      | GQA, 4 heads on 2, in every third layer | short convolutions in the others |
@@ -207,6 +210,52 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 48,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
         "tie_word_embeddings": False,
+    },
+    "gemma4_e": {
+        **_COMMON,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "intermediate_size": 512,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4": {
+        **_COMMON,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 9,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "head_dim": 64,
+        "global_head_dim": 64,
+        "intermediate_size": 512,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+        "hidden_size_per_layer_input": 0,
+    },
+    "mimo_v2": {
+        **_COMMON,
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 32,
+        "swa_head_dim": 64,
+        "swa_v_head_dim": 32,
+        "intermediate_size": 512,
+        "layernorm_epsilon": 1e-6,
+        "sliding_window": 48,
+        "sliding_window_size": 48,
+        "hybrid_layer_pattern": [1, 0] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
     },
     "llama4": {
         **_COMMON,

@@ -67,19 +67,27 @@ def force_levels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture
-def sharing(monkeypatch) -> str:
-    """A model whose last layer uses the KV cache of the layer before."""
-    from vllm.model_executor.layers.attention import Attention
+def share_caches(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, int]], None]:
+    """Return a function that lets layers of the next models read KV caches of other layers.
 
-    make = Attention.__init__
+    It takes the numbers of the layers, each with the one whose KV cache it reads.
+    """
 
-    def init(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
-        if prefix == "model.layers.3.self_attn.attn":
-            kwargs["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
-        make(self, *args, prefix=prefix, **kwargs)
+    def share(targets: dict[int, int]) -> None:
+        from vllm.model_executor.layers.attention import Attention
 
-    monkeypatch.setattr(Attention, "__init__", init)
-    return "qwen2"
+        make = Attention.__init__
+
+        def init(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+            for layer, target in targets.items():
+                if prefix == f"model.layers.{layer}.self_attn.attn":
+                    name = f"model.layers.{target}.self_attn.attn"
+                    kwargs["kv_sharing_target_layer_name"] = name
+            make(self, *args, prefix=prefix, **kwargs)
+
+        monkeypatch.setattr(Attention, "__init__", init)
+
+    return share
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ def other_backend(monkeypatch) -> str:
 # By name: the model or the fixture that makes it, and a part of the reason.
 MODELS = {
     "windows": ("windowed", "no layer has full attention"),
-    "shared": ("sharing", "share another layer's KV cache"),
     "other_backend": ("other_backend", "attention backend CPU_ATTN"),
 }
 
@@ -40,7 +39,7 @@ MODELS = {
 def case(request) -> tuple[str, str]:
     """Return the model and a part of the reason."""
     model, reason = MODELS[request.param]
-    is_made_here = model in ("windowed", "sharing", "other_backend")
+    is_made_here = model in ("windowed", "other_backend")
     return (request.getfixturevalue(model) if is_made_here else model), reason
 
 
@@ -86,6 +85,15 @@ def test_what_only_the_plan_shows_is_left_to_vllm(caplog_vllm) -> None:
         assert generate(llm, PROMPTS) == expected.tokens
         assert "in 2 groups, not in one" in kv_state(llm)["reason"]
     assert caplog_vllm.text.count("in 2 groups, not in one") == 1
+
+
+def test_a_kv_cache_that_is_read_after_later_ones(share_caches) -> None:
+    """Layer 3 reads that of layer 1, and layer 2 would need the staging buffer before."""
+    share_caches({3: 1})
+    expected = run("qwen2", PROMPTS)
+    with engine("qwen2", {}) as llm:
+        assert generate(llm, PROMPTS) == expected.tokens
+        assert "has read the KV cache of model.layers.1" in kv_state(llm)["reason"]
 
 
 def test_the_longest_request_is_fitted_to_what_near_and_far_memory_hold() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from vllm_tiered.adapter.kv import groups as groups_of
 from vllm_tiered.adapter.kv import obstacles
+from vllm_tiered.adapter.kv.block_sizes import find_split_blocks
 from vllm_tiered.adapter.kv.steps import StepReport
 
 
@@ -29,12 +30,27 @@ def backend(*block_tokens):
 
 def test_kernels_that_split_blocks():
     def obstacle(*block_tokens):
-        return obstacles._find_split_blocks({"TRITON_ATTN": (backend(*block_tokens), spec)})
+        layers = [(backend(*block_tokens), spec)]
+        return find_split_blocks(layers, spec.page_size_bytes)
 
     spec = full_attention(block_tokens=64)
     assert "splits blocks of 64 tokens: set --block-size 16" in obstacle(16)
     assert obstacle(16, 64) is None
     assert obstacle(48) is None, "vLLM refuses that itself"
+
+
+def test_kernels_that_split_blocks_which_vllm_makes_larger():
+    """A layer with half the KV heads gets blocks of twice the tokens."""
+    half, whole = full_attention(), full_attention(num_kv_heads=4)
+
+    def obstacle(*block_tokens):
+        layers = [(backend(*block_tokens), half), (backend(*block_tokens), whole)]
+        return find_split_blocks(layers, whole.page_size_bytes)
+
+    assert "splits blocks of 128 tokens: set --block-size 32" in obstacle(64)
+    assert obstacle(64, 128) is None
+    padded = full_attention(num_kv_heads=3)
+    assert find_split_blocks([(backend(64), padded)], whole.page_size_bytes) is None
 
 
 def test_layers_of_two_sizes():
@@ -44,12 +60,14 @@ def test_layers_of_two_sizes():
 
 
 def test_plans_whose_pages_do_not_follow_one_another():
-    def plan(block_stride, num_tensors=1, *, is_mixed=False):
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    def plan(block_stride, num_tensors=1, *, is_mixed=False, others=()):
         tensors = [SimpleNamespace(block_stride=block_stride)] * num_tensors
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=[*own_specs])
         return [
             SimpleNamespace(
-                kv_cache_groups=[group],
+                kv_cache_groups=[group, *others],
                 kv_cache_tensors=tensors,
                 has_mixed_precision_kv_cache=is_mixed,
             )
@@ -68,7 +86,11 @@ def test_plans_whose_pages_do_not_follow_one_another():
     assert "in 2 allocations" in obstacle(plan(page_bytes, 2))
     assert "in another precision" in obstacle(plan(page_bytes, is_mixed=True))
     smaller = full_attention(block_tokens=32)
-    assert "made the blocks of some layers larger" in obstacle(plan(page_bytes), own=smaller)
+    assert not obstacle(plan(page_bytes), own=smaller)
+    state = MambaSpec(block_size=64, shapes=((page_bytes // 4,),), dtypes=(torch.float32,))
+    states = [SimpleNamespace(kv_cache_spec=state, layer_names=["layers.1"])]
+    beside_states = plan(page_bytes, 2, others=states)
+    assert "the size of a recurrent state" in obstacle(beside_states, own=smaller)
     for names in (["attn"], ["layers.6.dpa.0"], ["layers.1.a", "layers.1.b"]):
         own_specs[:] = names
         assert f"from their names ({names[-1]})" in obstacle(plan(page_bytes))

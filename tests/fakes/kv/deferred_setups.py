@@ -12,4 +12,5 @@ SETUPS = (
     Setup(num_layers=6, num_far=5, spare_pages=4, adaptive=True, offloads_partial_blocks=True),
     Setup(num_layers=6, num_far=5, policy="on_demand", spare_pages=2),
     Setup(num_layers=6, num_far=5, block_tokens=3, adaptive=True, halves_pages=True),
+    Setup(num_layers=5, num_far=4, spare_pages=4, adaptive=True, num_readers=2),
 )

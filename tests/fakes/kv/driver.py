@@ -41,6 +41,7 @@ class Setup:
         keeps_blocks: full blocks stay near while there are pages for them.
         by_blocks: if adaptive, the levels differ in the number of blocks.
         has_cache: the engine has a prefix cache.
+        num_readers: layers behind each layer that read its KV cache.
     """
 
     num_layers: int = 4
@@ -63,6 +64,7 @@ class Setup:
     keeps_blocks: bool = False
     by_blocks: bool = False
     has_cache: bool = True
+    num_readers: int = 0
 
     @property
     def codec(self) -> HalvedPages | None:
@@ -213,6 +215,7 @@ class Driver:
             num_blocks=setup.usable_blocks + 1,
             device=device,
             codec=setup.codec,
+            num_readers=setup.num_readers,
             **worker,
         )
         self.pending: deque[Step] = deque()

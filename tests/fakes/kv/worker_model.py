@@ -110,6 +110,7 @@ class WorkerModel:
         poison_freed: overwrite free pages after each step; not possible with deferred compute.
         window_tokens: tokens that the layers of a second group see; 0 without such a group.
         has_states: the layers of a third group have a recurrent state per request.
+        num_readers: layers behind each layer that read its KV cache, and have none of their own.
         check_bytes: also check the bytes that each step copies; not possible if the level changes,
             as moving layers copies more.
     """
@@ -131,6 +132,7 @@ class WorkerModel:
         has_states: bool = False,
         num_slots: int | None = None,
         codec: HalvedPages | None = None,
+        num_readers: int = 0,
     ) -> None:
         near = PageBuffer(torch.empty((near_pages, geometry.page_bytes), dtype=torch.uint8))
         assert near.words is not None
@@ -160,6 +162,7 @@ class WorkerModel:
         self._geometry = geometry
         self._window_tokens = window_tokens
         self._has_states = has_states
+        self._num_readers = num_readers
         self.num_kept = 0  # steps that reused the buffers of the previous step
         self.layouts: list[bool] = []  # for each step, whether the pages were in vLLM's layout
         self._next_value = 1
@@ -191,6 +194,7 @@ class WorkerModel:
                 self.swapper.wait_layer(layer)
                 self.swapper.wait_layer(layer)  # a second wait: before the update, before attention
                 self._submit(self._kernel(layer, pages[layer], step.parts))
+                self._read_later(layer, pages[layer], step.parts)
                 self.swapper.table.check_integrity()
                 self.swapper.layer_done(layer)
         self.swapper.end_step()
@@ -242,6 +246,16 @@ class WorkerModel:
         else:
             kernel()
 
+    def _read_later(
+        self,
+        layer: int,
+        pages: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+        parts: Sequence[Part],
+    ) -> None:
+        """Compute the layers that read this layer's KV cache."""
+        for _ in range(self._num_readers):
+            self._submit(self._kernel(layer, pages, parts, writes=False))
+
     def _kernel(
         self,
         layer: int,
@@ -249,8 +263,9 @@ class WorkerModel:
         parts: Sequence[Part],
         *,
         window: bool = False,
+        writes: bool = True,
     ) -> Callable[[], None]:
-        written = self._slots(parts, new_only=True, window=window)
+        written = self._slots(parts if writes else [], new_only=True, window=window)
         looked_at = self._slots(parts, new_only=False, window=window)
         values = np.arange(self._next_value, self._next_value + len(written[0]))
         self._next_value += len(values)
@@ -303,6 +318,8 @@ class WorkerModel:
             blocks = np.array(part.window_blocks if window else part.blocks)
             block_ids.append(blocks[positions // self._geometry.block_tokens])
             slots.append(positions % self._geometry.block_tokens)
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate(block_ids), np.concatenate(slots)
 
     def _follow_prefixes(self, parts: Sequence[Part]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.kv.deferred_setups import SETUPS
 from tests.fakes.kv.driver import Driver, Setup, run_schedule
 from tests.fakes.kv.simulated_device import SimulatedDevice
-from tests.fakes.kv.worker_model import WrongKv
+from tests.fakes.kv.worker_model import WorkerModel, WrongKv
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.kv.swapper import Swapper
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
         "mixed-partial",
         "on-demand",
         "narrow",
+        "readers",
     ],
 )
 def test_deferred_compute_reads_its_own_kv(setup):
@@ -43,6 +44,24 @@ def test_reads_into_an_buffer_still_computed_on_are_found(monkeypatch):
     monkeypatch.setattr(Swapper, "_queue_copies", read_at_once)
     with pytest.raises(WrongKv):
         run_deferred(SETUPS[0])
+
+
+def test_a_buffer_that_is_released_before_its_last_reader_is_found(monkeypatch):
+    """Layers that read another's KV cache are computed behind it, and the buffer waits for them."""
+    read_later, layer_done = WorkerModel._read_later, Swapper.layer_done
+    readers = []
+
+    def too_late(self, layer, pages, parts):
+        readers.append((self, layer, pages, parts))
+
+    def released(self, layer):
+        layer_done(self, layer)
+        read_later(*readers.pop())
+
+    monkeypatch.setattr(WorkerModel, "_read_later", too_late)
+    monkeypatch.setattr(Swapper, "layer_done", released)
+    with pytest.raises(WrongKv):
+        run_deferred(SETUPS[-1])
 
 
 def test_far_memory_is_not_released_while_it_is_read():

@@ -73,9 +73,7 @@ def _may_swap(vllm_config: Any) -> bool:
         return False
     model = vllm_config.model_config
     stack = LayerStack(model.get_num_layers(vllm_config.parallel_config))
-    most = stack.expansion(stack.max_num_far)
-    shares_kv = bool(getattr(model.hf_text_config, "num_kv_shared_layers", 0))
-    return most > 1 and not shares_kv
+    return stack.expansion(stack.max_num_far) > 1
 
 
 def _first_choice(original: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -185,12 +185,12 @@ def tiered_kv_cache_configs(
     with _no_blocks_override(vllm_config.cache_config):
         roomy = plan([_AMPLE_BYTES] * len(kv_cache_specs))
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
-    obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts.draft_layers)
+    obstacle = obstacles.find_plan_obstacle(roomy, kv_cache_specs, unit, facts)
     obstacle = obstacle or find_stage_obstacle(vllm_config, roomy)
-    obstacle = obstacle or obstacles.find_connector_obstacle(vllm_config, roomy)
+    obstacle = obstacle or obstacles.find_connector_obstacle(vllm_config, roomy, facts.targets)
     if obstacle is not None:
         return leave_to_vllm(obstacle)
-    groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers)
+    groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers, facts.targets)
     stack = groups.stack
     spec = roomy[0].kv_cache_groups[groups.index].kv_cache_spec
     block_bytes = spec.page_size_bytes * stack.num_layers
@@ -238,6 +238,7 @@ def tiered_kv_cache_configs(
         num_slots = kv_plan.prefix_slots(kv, stack, page_bytes, num_blocks, budget)
     for kv_cache_config in configs:
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
+        setattr(kv_cache_config, kv_plan.KV_TARGETS, facts.targets)
         setattr(kv_cache_config, kv_plan.NUM_SLOTS, num_slots)
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.

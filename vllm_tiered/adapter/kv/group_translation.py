@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of all groups' block tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_tiered.adapter.kv.translation import LayerTranslator
@@ -12,10 +12,12 @@ class GroupTranslator:
 
     Args:
         translators: one for each group.
+        targets: by name of a layer that reads another's KV cache, the name of that other layer.
     """
 
-    def __init__(self, translators: Sequence[LayerTranslator]) -> None:
+    def __init__(self, translators: Sequence[LayerTranslator], targets: Mapping[str, str]) -> None:
         self._translators = translators
+        self._targets = targets
 
     def translate(self, forward_context: Any, *, keeps_pages: bool = False) -> None:
         """Give every layer its own metadata in ``forward_context``.
@@ -25,3 +27,12 @@ class GroupTranslator:
         """
         for translator in self._translators:
             translator.translate(forward_context, keeps_pages=keeps_pages)
+        if self._targets:
+            self._give_targets_pages(forward_context)
+
+    def _give_targets_pages(self, forward_context: Any) -> None:
+        """Let layers without a KV cache of their own read their targets' pages."""
+        # The translators have replaced vLLM's dictionaries by copies.
+        metadata, slots = forward_context.attn_metadata, forward_context.slot_mapping
+        for name, target in self._targets.items():
+            metadata[name], slots[name] = metadata[target], slots[target]

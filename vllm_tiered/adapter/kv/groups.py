@@ -6,18 +6,20 @@ of all groups share their pages, and a block belongs to one group at a time. The
 attention is *offloadable*. The others keep a window, a chunk or a state, and are *resident*.
 
 The layers of a draft model belong to the offloadable group and stay near: they are small, and run
-several times a step, behind all others.
+several times a step, behind all others. Layers that read another layer's KV cache belong to no
+group (``shared_caches.py``).
 """
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_tiered.adapter.kv.shared_caches import find_order_obstacle
 from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.kv.layout import SPACED_STAGING_BUFFERS, STAGING_BUFFERS, LayerStack
 
 NO_LAYERS: Set[str] = frozenset()
+NO_TARGETS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,7 @@ class KvGroups:
         draft_names: names of the draft model's layers in it.
         resident: the other groups.
         is_stage: the layers are those of one stage of a pipeline.
+        targets: by name of a layer that reads another's KV cache, the name of that other layer.
     """
 
     index: int
@@ -56,6 +59,7 @@ class KvGroups:
     draft_names: tuple[str, ...] = ()
     resident: tuple[ResidentGroup, ...] = ()
     is_stage: bool = False
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -73,6 +77,15 @@ class KvGroups:
         return tuple(_layer_index(name) for name in self.layer_names)
 
     @property
+    def last_readers(self) -> tuple[str, ...]:
+        """The last layer that reads the KV cache of each offloadable layer, often that layer."""
+        readers: dict[str, list[str]] = {name: [name] for name in self.layer_names}
+        for reader, target in self.targets.items():
+            if target in readers:
+                readers[target].append(reader)
+        return tuple(max(readers[name], key=_layer_index) for name in self.layer_names)
+
+    @property
     def num_resident_layers(self) -> int:
         """Layers that always stay near: those of the resident groups, and the draft model's."""
         return len(self.draft_names) + sum(len(group.layer_names) for group in self.resident)
@@ -86,7 +99,9 @@ class KvGroups:
         if self.is_stage:
             return LayerStack(len(self.all_names))
         indices = self.layer_indices
-        is_spaced = min((later - earlier for earlier, later in pairwise(indices)), default=1) > 1
+        last_uses = [_layer_index(name) for name in self.last_readers]
+        gaps = [later - use for use, later in zip(last_uses[:-1], indices[1:], strict=True)]
+        is_spaced = min(gaps, default=1) > 1
         return LayerStack(
             num_layers=len(self.all_names),
             staging_buffers=SPACED_STAGING_BUFFERS if is_spaced else STAGING_BUFFERS,
@@ -103,12 +118,16 @@ class KvGroups:
 
 
 def read_groups(
-    vllm_config: Any, kv_cache_groups: Sequence[Any], draft_layers: Set[str] = NO_LAYERS
+    vllm_config: Any,
+    kv_cache_groups: Sequence[Any],
+    draft_layers: Set[str] = NO_LAYERS,
+    targets: Mapping[str, str] = NO_TARGETS,
 ) -> KvGroups:
     """Return the groups of vLLM's ``KVCacheGroupSpec`` objects; no obstacle was found in them.
 
     Args:
         draft_layers: names of a draft model's layers.
+        targets: as in :class:`KvGroups`.
     """
     index = next(at for at, group in enumerate(kv_cache_groups) if _is_offloadable(group))
     names = kv_cache_groups[index].layer_names
@@ -131,24 +150,35 @@ def read_groups(
             if at != index
         ),
         is_stage=count_stages(vllm_config) > 1,
+        targets=targets,
     )
 
 
 def find_group_obstacle(
-    kv_cache_groups: Sequence[Any], draft_layers: Set[str] = NO_LAYERS
+    kv_cache_groups: Sequence[Any],
+    draft_layers: Set[str] = NO_LAYERS,
+    targets: Mapping[str, str] = NO_TARGETS,
 ) -> str | None:
     """Return why a model with these groups cannot be swapped; None if it can.
 
     Args:
         draft_layers: names of a draft model's layers.
+        targets: as in :class:`KvGroups`.
     """
     offloadable = [group for group in kv_cache_groups if _is_offloadable(group)]
     if len(offloadable) != 1:
         return f"vLLM keeps the layers of full attention in {len(offloadable)} groups, not in one"
     if elsewhere := sorted(draft_layers - set(offloadable[0].layer_names)):
         return f"the draft model's KV cache is not of the model's kind ({elsewhere[0]})"
-    if (name := _name_without_order(kv_cache_groups, offloadable[0], draft_layers)) is not None:
+    names = [name for name in offloadable[0].layer_names if name not in draft_layers]
+    others = [name for group in kv_cache_groups for name in group.layer_names]
+    others = [name for name in (*others, *targets) if name not in draft_layers]
+    if (name := _name_without_order(names, others)) is not None:
         return f"the order of the layers cannot be told from their names ({name})"
+    readers = [(_layer_index(name), name, target) for name, target in targets.items()]
+    obstacle = find_order_obstacle([(_layer_index(name), name) for name in names], readers)
+    if obstacle is not None:
+        return obstacle
     most = max(len(group.layer_names) for group in kv_cache_groups)
     if len(offloadable[0].layer_names) != most:
         return (
@@ -188,20 +218,19 @@ def _is_offloadable(group: Any) -> bool:
     return is_full_attention(group.kv_cache_spec)
 
 
-def _name_without_order(
-    kv_cache_groups: Sequence[Any], offloadable: Any, draft_layers: Set[str]
-) -> str | None:
+def _name_without_order(offloadable: Iterable[str], names: Iterable[str]) -> str | None:
     """Return a layer's name that has no number, several, or that of another offloadable layer."""
-    for group in kv_cache_groups:
-        seen: set[int] = set()
-        for name in (name for name in group.layer_names if name not in draft_layers):
-            try:
-                index = _layer_index(name)
-            except (AssertionError, ValueError):
-                return str(name)
-            if group is offloadable and index in seen:
-                return str(name)
-            seen.add(index)
+    numbers: dict[str, int] = {}
+    for name in names:
+        try:
+            numbers[name] = _layer_index(name)
+        except (AssertionError, ValueError):
+            return name
+    seen: set[int] = set()
+    for name in offloadable:
+        if numbers[name] in seen:
+            return name
+        seen.add(numbers[name])
     return None
 
 

@@ -4,25 +4,28 @@
 A worker knows it as soon as the model is built, before its weights are loaded. What the user set by
 hand is refused then. Otherwise the engine core asks every worker before it plans the KV cache
 (`ask_workers`), and leaves the plan to vLLM if one of them names an obstacle. The workers also name
-the layers of a draft model then.
+the layers of a draft model then, and the layers that read another layer's KV cache.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from vllm_tiered.adapter.checks import ATTENTION_BACKENDS, Part
 from vllm_tiered.adapter.compat import wrap_once
+from vllm_tiered.adapter.kv.block_sizes import find_split_blocks
 from vllm_tiered.adapter.kv.far_dtype import check_elements
 from vllm_tiered.adapter.kv.groups import (
     NO_LAYERS,
+    NO_TARGETS,
     find_group_obstacle,
     is_full_attention,
     is_recurrent,
     stays_near,
 )
 from vllm_tiered.adapter.kv.plan import tiered_config
+from vllm_tiered.adapter.kv.shared_caches import find_target_obstacle, find_targets
 from vllm_tiered.adapter.kv.stages import count_stages
 from vllm_tiered.adapter.transfer_config import other_connectors
 from vllm_tiered.config import KvConfig
@@ -52,10 +55,15 @@ class ModelFacts(NamedTuple):
     Attributes:
         obstacle: why its KV cache cannot be swapped; None if it can.
         draft_layers: names of a draft model's layers with a KV cache.
+        targets: by name of a layer that reads another's KV cache, the name of that other layer.
     """
 
     obstacle: str | None = None
     draft_layers: Set[str] = NO_LAYERS
+    targets: Mapping[str, str] = NO_TARGETS
+
+
+NO_FACTS = ModelFacts()
 
 
 _facts: ContextVar[ModelFacts] = ContextVar("facts about the engine that is being started")
@@ -67,35 +75,37 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
     Args:
         is_loaded: the model is loaded, so that the block size is final.
     """
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    backends: dict[str, tuple[Any, Any]] = {}
+    with_tokens: list[tuple[Any, Any]] = []  # backends and specs of layers with KV
     specs: list[Any] = []
-    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers = _attention_layers(vllm_config)
+    targets = find_targets(layers)
     for name, layer in layers.items():
-        if getattr(layer, "kv_sharing_target_layer_name", None):
-            return f"layers that share another layer's KV cache are not swapped ({name})"
+        if name in targets:
+            continue
         if getattr(layer, "kv_cache_update_bypass", False):
             return f"{name} writes its KV in a fused operation, before its pages are there"
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None:
             specs.append(spec)
         if spec is not None and not is_recurrent(spec):
-            backend = layer.get_attn_backend()
-            backends[backend.get_name()] = backend, spec
+            with_tokens.append((layer.get_attn_backend(), spec))
     if not specs:
         return "the model keeps no KV cache"
     if (obstacle := find_spec_obstacle(specs)) is not None:
         return obstacle
     if (obstacle := _find_draft_obstacle(vllm_config, specs)) is not None:
         return obstacle
-    if others := sorted(backends.keys() - set(ATTENTION_BACKENDS)):
+    if (obstacle := find_target_obstacle(vllm_config, layers, targets)) is not None:
+        return obstacle
+    backends = {backend.get_name() for backend, _ in with_tokens}
+    if others := sorted(backends - set(ATTENTION_BACKENDS)):
         return (
             f"block tables of the attention backend {', '.join(others)} cannot be translated layer "
             f"by layer, those of {', '.join(ATTENTION_BACKENDS)} can (--attention-backend)"
         )
-    return _find_split_blocks(backends) if is_loaded else None
+    if not is_loaded:
+        return None
+    return find_split_blocks(with_tokens, max(spec.page_size_bytes for spec in specs))
 
 
 def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
@@ -113,24 +123,6 @@ def _find_draft_obstacle(vllm_config: Any, specs: list[Any]) -> str | None:
             "(VLLM_USE_V2_MODEL_RUNNER=0)"
         )
     return None
-
-
-def _find_split_blocks(backends: dict[str, tuple[Any, Any]]) -> str | None:
-    """Find kernels that see each KV block as several smaller ones."""
-    from vllm.v1.worker.utils import select_common_block_size
-
-    classes, specs = zip(*backends.values(), strict=True)
-    block_tokens = specs[0].block_size
-    try:
-        kernel_tokens = select_common_block_size(block_tokens, list(classes), list(specs))
-    except ValueError:
-        return None  # vLLM says so itself
-    if kernel_tokens == block_tokens:
-        return None
-    return (
-        f"the attention kernel splits blocks of {block_tokens} tokens: set --block-size "
-        f"{kernel_tokens}"
-    )
 
 
 def find_spec_obstacle(specs: list[Any]) -> str | None:
@@ -155,19 +147,20 @@ def find_plan_obstacle(
     kv_cache_configs: list[Any],
     kv_cache_specs: list[dict[str, Any]],
     prefix_match_unit: int | None = None,
-    draft_layers: Set[str] = NO_LAYERS,
+    facts: ModelFacts = NO_FACTS,
 ) -> str | None:
     """Return why the KV caches that vLLM has planned cannot be swapped; None if they can.
 
     Args:
         kv_cache_specs: vLLM's specs by layer name, for each rank.
         prefix_match_unit: as configured in vLLM.
-        draft_layers: names of a draft model's layers.
+        facts: what the workers say of the model.
     """
     for config, specs_by_name in zip(kv_cache_configs, kv_cache_specs, strict=True):
         groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
         specs = [group.kv_cache_spec for group in groups]
-        obstacle = find_spec_obstacle(specs) or find_group_obstacle(groups, draft_layers)
+        obstacle = find_spec_obstacle(specs)
+        obstacle = obstacle or find_group_obstacle(groups, facts.draft_layers, facts.targets)
         if obstacle is not None:
             return obstacle
         if config.has_mixed_precision_kv_cache:
@@ -190,13 +183,22 @@ def find_plan_obstacle(
                     f"KV pages of {spec.page_size_bytes} bytes lie {tensor.block_stride} bytes "
                     "apart (VLLM_KV_CACHE_LAYOUT)"
                 )
-            if any(specs_by_name[name].block_size != spec.block_size for name in group.layer_names):
-                return "vLLM has made the blocks of some layers larger, to give all pages one size"
+            is_larger = any(
+                specs_by_name[name].block_size != spec.block_size for name in group.layer_names
+            )
+            if is_larger and any(map(is_recurrent, specs)):
+                return "vLLM has made blocks larger, to give them the size of a recurrent state"
     return None
 
 
-def find_connector_obstacle(vllm_config: Any, kv_cache_configs: list[Any]) -> str | None:
-    """Return why the planned KV caches cannot be swapped beside another KV connector, if any."""
+def find_connector_obstacle(
+    vllm_config: Any, kv_cache_configs: list[Any], targets: Mapping[str, str] = NO_TARGETS
+) -> str | None:
+    """Return why the planned KV caches cannot be swapped beside another KV connector, if any.
+
+    Args:
+        targets: as in :class:`ModelFacts`.
+    """
     others = other_connectors(vllm_config.kv_transfer_config)
     if not others:
         return None
@@ -210,6 +212,8 @@ def find_connector_obstacle(vllm_config: Any, kv_cache_configs: list[Any]) -> st
         return f"{beside} no page is swapped in a pipeline (--pipeline-parallel-size)"
     if any(len(config.kv_cache_groups) > 1 for config in kv_cache_configs):
         return f"{beside} only models are swapped whose layers all keep the same blocks"
+    if targets:
+        return f"{beside} only models are swapped whose layers all have a KV cache of their own"
     return None
 
 
@@ -264,7 +268,7 @@ def _answer(worker: Any) -> ModelFacts:
     draft_layers = _draft_layers(getattr(worker.model_runner, "drafter", None))
     if draft_layers is None:
         return ModelFacts(obstacle or "this vLLM does not name the draft model's layers")
-    return ModelFacts(obstacle, draft_layers)
+    return ModelFacts(obstacle, draft_layers, find_targets(_attention_layers(worker.vllm_config)))
 
 
 def _draft_layers(drafter: Any) -> Set[str] | None:
@@ -275,6 +279,15 @@ def _draft_layers(drafter: Any) -> Set[str] | None:
         return NO_LAYERS  # it has no layers with a KV cache
     names = getattr(drafter, "_draft_attn_layer_names", None)
     return None if names is None else frozenset(names)
+
+
+def _attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """Return the layers of this process's model that may have a KV cache, by name."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    return layers
 
 
 def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,11 +307,7 @@ def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kw
 
 def _check_far_dtype(kv: KvConfig, vllm_config: Any) -> None:
     """Check that the far pages of a model that can be swapped can be narrow, if they shall be."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    for layer in layers.values():
+    for layer in _attention_layers(vllm_config).values():
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None and is_full_attention(spec):
             check_elements(kv, spec)

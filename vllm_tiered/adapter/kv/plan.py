@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.kv.drafts import partial_blocks
 from vllm_tiered.adapter.kv.far_dtype import page_format
-from vllm_tiered.adapter.kv.groups import NO_LAYERS, KvGroups, read_groups
+from vllm_tiered.adapter.kv.groups import NO_LAYERS, NO_TARGETS, KvGroups, read_groups
 from vllm_tiered.adapter.replicas import read_replicas
 from vllm_tiered.config import ROOT_KEY, KvConfig, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
@@ -34,6 +34,9 @@ LEFT_TO_VLLM = "tiered_left_to_vllm"
 
 DRAFT_LAYERS = "tiered_draft_layers"
 """Attribute of a KVCacheConfig: the names of a draft model's layers."""
+
+KV_TARGETS = "tiered_kv_targets"
+"""Attribute of a KVCacheConfig: :attr:`KvGroups.targets`."""
 
 NUM_SLOTS = "tiered_num_slots"
 """Attribute of a KVCacheConfig: :attr:`KvPlan.num_slots`, which depends on the host's memory."""
@@ -371,7 +374,8 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     if (left := getattr(kv_cache_config, LEFT_TO_VLLM, None)) is not None:
         return _untouched_plan(config.kv, kv_cache_config, left)
     draft_layers = getattr(kv_cache_config, DRAFT_LAYERS, NO_LAYERS)
-    groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups, draft_layers)
+    targets = getattr(kv_cache_config, KV_TARGETS, NO_TARGETS)
+    groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups, draft_layers, targets)
     stack = groups.stack
     spec = kv_cache_config.kv_cache_groups[groups.index].kv_cache_spec
     num_blocks = kv_cache_config.num_blocks

@@ -86,7 +86,8 @@ class TieredWorker:
         self._row_of: dict[str, int] = {}  # all layers, by their row in the mapping table
         self._layer_of: dict[str, int] = {}  # layers that a step may have to wait for
         self._waits_here: dict[str, int] = {}  # of these, layers whose KV update does not wait
-        self._offloaded: dict[str, int] = {}
+        self._last_readers: dict[str, str] = {}  # by name of an offloadable layer
+        self._offloaded: dict[str, int] = {}  # offloaded layers by name of their last reader
         self._to_come: Container[int] = ()  # layers that this step must wait for
         self._updated: set[int] = set()  # layers whose KV update this step has called
         self._why_not = ""  # why the expansion cannot grow, found while the model runs
@@ -113,6 +114,7 @@ class TieredWorker:
             for group_names in (rows, *(group.layer_names for group in groups.resident))
             for row, name in enumerate(group_names)
         }
+        self._row_of |= {name: self._row_of[target] for name, target in groups.targets.items()}
         if kv_caches.keys() != self._row_of.keys():
             raise UnsupportedError(
                 f"{len(kv_caches)} layers use {len(self._row_of)} layers' KV caches: "
@@ -170,7 +172,8 @@ class TieredWorker:
                 )
                 for group in groups.resident
                 if not group.has_states
-            ]
+            ],
+            groups.targets,
         )
         if groups.draft_names:
             self._drafter_translator = make_translator(
@@ -189,6 +192,7 @@ class TieredWorker:
         if self._plan.num_slots is not None:
             awaited = range(len(names))
         self._layer_of = {names[layer]: layer for layer in awaited}
+        self._last_readers = dict(zip(names, groups.last_readers, strict=True))
         self._waits_here = {
             name: layer
             for name, layer in self._layer_of.items()
@@ -228,7 +232,11 @@ class TieredWorker:
         view has only its own pages, and nothing is translated. Otherwise it has the whole pool.
         """
         offloaded = set(self.swapper.order.offloaded)
-        self._offloaded = {n: layer for n, layer in self._layer_of.items() if layer in offloaded}
+        self._offloaded = {
+            self._last_readers[name]: layer
+            for name, layer in self._layer_of.items()
+            if layer in offloaded
+        }
         self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
         own_pages = self._plan.near_pages // self._plan.geometry.num_layers
@@ -348,7 +356,7 @@ class TieredWorker:
             self.after_wait(layer_name)
 
     def layer_done(self, layer_name: str) -> None:
-        """Release the layer's staging buffer; its attention is queued."""
+        """Release the staging buffer whose last reader the layer is; its attention is queued."""
         layer = self._offloaded.get(layer_name)
         if layer is None:
             return
