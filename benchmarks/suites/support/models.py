@@ -42,13 +42,22 @@ DEFINITIONS = {
     "kv_share": "share of all models whose KV cache is swapped",
     "kv_share_this_year": "the same of models that need vLLM 0.15 or later",
     "kv_share_this_year_v2": "the same under model runner V2, which a GPU has by default",
-    "weights_share_this_year": "share of those whose weights can be placed, in 16 bit",
+    "weights_share_this_year": "share of those whose weights can be placed, in a published variant"
+    " of 16 bit, FP8, int8 or int4",
     "experts_share_of_mixtures": "share of all mixtures whose experts can be kept in slots",
     "servers_refused": "models of which vLLM makes an engine's configuration without the plugin, "
     "and not with its defaults",
     "families": "by family: models, and what each part says; null where it takes part",
 }
 _PARTS = ("kv", "kv_v2", "weights", "experts", "ffn")
+_NEEDED: Mapping[str, frozenset[str]] = {
+    "kv": frozenset(),
+    "kv_v2": frozenset(),
+    "weights": frozenset(("bf16", "fp8", "int8", "int4")),
+    "experts": frozenset(),
+    "ffn": frozenset(("bf16",)),
+}
+"""Precisions of which a model has to have a variant, for each part; none: any will do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +145,7 @@ def summarise(models: list[Recipe], said: Mapping[str, Mapping[str, Any]]) -> di
 def _is_taken(part: str, model: Recipe, found: Mapping[str, Any]) -> bool:
     if found["problem"] or found[part]:
         return False
-    return part in ("kv", "kv_v2", "experts") or "bf16" in model.precisions
+    return not _NEEDED[part] or bool(_NEEDED[part] & set(model.precisions))
 
 
 def table(result: Mapping[str, Any]) -> str:
