@@ -130,11 +130,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             spec_tokens="--spec-tokens",
         ),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="the draft model's layers run outside the order in which sublayers are "
-                "loaded",
-                remedy="leave speculative decoding out",
-            ),
             Part.EXPERTS: _DRAFT_EXPERTS,
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",

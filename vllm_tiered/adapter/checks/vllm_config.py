@@ -86,6 +86,25 @@ def _find_placed_weights(vllm_config: Any) -> str | None:
     return f"tiered.weights.placement {config.weights.placement}" if config.weights.places else None
 
 
+def _find_recurrent_beside_planned(vllm_config: Any) -> str | None:
+    """Find recurrent states, where weights and KV cache share near memory by a plan."""
+    model_config = vllm_config.model_config
+    has_states = model_config.is_hybrid or model_config.is_attention_free
+    return model_config.model if has_states and _is_planned(vllm_config) else None
+
+
+def _find_drafts_beside_planned(vllm_config: Any) -> str | None:
+    """Find a draft model, where weights and KV cache share near memory by a plan."""
+    speculation = vllm_config.speculative_config
+    has_model = speculation is not None and speculation.draft_model_config is not None
+    return _find_speculation(vllm_config) if has_model and _is_planned(vllm_config) else None
+
+
+def _is_planned(vllm_config: Any) -> bool:
+    config = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY])
+    return config.weights.shares_with_kv
+
+
 def _find_captured_kv_updates(vllm_config: Any) -> str | None:
     """Find CUDA graphs that would write new KV by themselves."""
     compilation = vllm_config.compilation_config
@@ -99,11 +118,6 @@ def _find_captured_kv_updates(vllm_config: Any) -> str | None:
         return None
     return "a --compilation-config that does not split graphs at KV updates"
 
-
-_PARAMETERS_READ_ELSEWHERE = Conflict(
-    reason="its layers read parameters outside the modules that own them",
-    remedy="serve it without placing weights",
-)
 
 VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
@@ -138,10 +152,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="model",
         find=model_is("is_moe", "mixture of experts"),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="a step needs only some experts, and a sublayer is loaded as a whole",
-                remedy="serve it without placing weights",
-            ),
             Part.FFN: Conflict(
                 reason="its FFNs are experts, of which a step computes a few as a whole",
                 remedy="serve it without",
@@ -168,7 +178,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="it has no KV cache",
                 remedy="serve it without the plugin",
             ),
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
             Part.FFN: Conflict(
                 reason="its steps cannot be told from vLLM's dummy steps, which is done by their "
                 "attention metadata",
@@ -177,19 +186,27 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         },
     ),
     CompatibilityCheck(
-        feature="hybrid_attention",
+        feature="recurrent_state_beside_planned_weights",
         kind="model",
-        find=model_is("is_hybrid", "attention mixed with Mamba or linear attention"),
+        find=_find_recurrent_beside_planned,
         conflicts={
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
+            Part.WEIGHTS: Conflict(
+                reason="layers and KV cache share near memory by a plan that counts the cache by "
+                "tokens, and recurrent states do not grow with them",
+                remedy='set weights.placement to "latency", "helm" or "all_far"',
+            ),
         },
     ),
     CompatibilityCheck(
-        feature="multi_head_latent_attention",
-        kind="model",
-        find=model_is("use_mla", "multi-head latent attention"),
+        feature="drafts_beside_planned_weights",
+        kind="option",
+        find=_find_drafts_beside_planned,
         conflicts={
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
+            Part.WEIGHTS: Conflict(
+                reason="layers and KV cache share near memory by a plan that does not know the "
+                "draft model's",
+                remedy='set weights.placement to "latency", "helm" or "all_far"',
+            ),
         },
     ),
     CompatibilityCheck(

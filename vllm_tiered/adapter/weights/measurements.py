@@ -193,7 +193,7 @@ def matrices_of(
         {
             name: Matrix((p.shape[0], p.shape[1]), p.dtype, name in names)
             for name, p in layer.named_parameters()
-            if p.ndim == 2
+            if p.ndim == 2 and p.is_floating_point()
         }
         for layer, names in zip(layers, compressed, strict=True)
     ]
