@@ -10,10 +10,11 @@ import torch
 from vllm.model_executor.models import opt
 from vllm.model_executor.offloader import get_offloader
 
-from tests.e2e.harness import engine, generate, model_path, random_prompts, run, vllm_tokens
+from tests.e2e.harness import Tokens, engine, generate, model_path, random_prompts, run, vllm_tokens
+from tests.e2e.test_options import write_adapter
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.telemetry import manifest
-from vllm_tiered.adapter.weights import layer_weights, offloader, read_check
+from vllm_tiered.adapter.weights import layer_weights, offloader
 from vllm_tiered.adapter.weights.layer_weights import movable_parameters
 from vllm_tiered.errors import UnsupportedError
 
@@ -78,14 +79,39 @@ def test_other_placements(model, weights) -> None:
         assert stated["near_bytes"] + stated["buffer_bytes"] <= weights["near_gib"] * 2**30
 
 
+def absorbed(llm: Any) -> list[torch.Tensor]:
+    """Return what attention over latents has made of weights, by layer."""
+
+    def find(model: torch.nn.Module) -> list[torch.Tensor]:
+        return [module.W_UV.clone() for module in model.modules() if hasattr(module, "W_UV")]
+
+    (found,) = llm.apply_model(find)
+    assert isinstance(found, list) and len(found) == 3
+    return found
+
+
+def from_a_file(folder: Path) -> tuple[Tokens, bool]:
+    """Return the tokens of a later start, and whether it absorbs what the first start did."""
+    weights = {**ALL_FAR, "storage_path": str(folder), "far_gib": 0}
+    with engine("deepseek_v2", KV_OFF, weights=weights) as llm:
+        first = absorbed(llm)
+    with engine("deepseek_v2", KV_OFF, weights=weights) as llm:
+        assert (manifest.current() or {})["weights"]["storage_bytes"] > 0
+        tokens, second = generate(llm, PROMPTS), absorbed(llm)
+    return tokens, all(map(torch.equal, first, second))
+
+
 def test_latent_attention_from_a_file(tmp_path: Path) -> None:
     """Later starts read the file, and what attention absorbs comes from the checkpoint."""
     expected = vllm_tokens("deepseek_v2", PROMPTS)
-    weights = {**ALL_FAR, "storage_path": str(tmp_path), "far_gib": 0}
-    for _ in range(2):
-        result = run("deepseek_v2", PROMPTS, KV_OFF, weights=weights)
-        assert result.tokens == expected
-        assert result.manifest["weights"]["storage_bytes"] > 0
+    assert from_a_file(tmp_path) == (expected, True)
+
+
+def test_without_the_rule_attention_absorbs_other_bytes(monkeypatch, tmp_path) -> None:
+    """With a filled file, a far weight is a view of a weight buffer from the beginning."""
+    monkeypatch.setattr(layer_weights, "_read_elsewhere", lambda layer: ())
+    _, is_same = from_a_file(tmp_path)
+    assert not is_same
 
 
 # Together with experts in slots ---------------------------------------------------------
@@ -135,6 +161,26 @@ def test_a_draft_models_layers_stay_near(delayed) -> None:
         get_offloader().buffer_pool.check_integrity()
 
 
+def test_adapters_wait_for_the_weights_below_them(delayed, tmp_path) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", 1)))
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+    def drive(llm: LLM) -> Tokens:
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)  # type: ignore[arg-type]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    expected = run("qwen2", PROMPTS, drive=drive, **options).tokens
+    assert expected != vllm_tokens("qwen2", PROMPTS)
+    result = run("qwen2", PROMPTS, KV_OFF, weights=ALL_FAR, drive=drive, **options)
+    assert result.tokens == expected
+    assert result.manifest["weights"]["far_sublayers"] == 2 * 4
+
+
 def test_the_transformers_backend(delayed, monkeypatch) -> None:
     # For its compiler, vLLM changes a class of transformers, which later tests use.
     compiles = "vllm.model_executor.models.transformers.base.support_torch_compile"
@@ -159,8 +205,7 @@ def test_compiled(model) -> None:
 # Reads outside of a module's call -------------------------------------------------------
 
 
-@pytest.fixture
-def attention_reads_a_weight(monkeypatch):
+def let_attention_read_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let OPT multiply with its own weight, as a fused kernel would."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -173,32 +218,22 @@ def attention_reads_a_weight(monkeypatch):
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_weight_that_is_read_elsewhere_is_refused(eager, attention_reads_a_weight) -> None:
+def test_a_weight_that_is_read_elsewhere_is_refused(eager, monkeypatch) -> None:
+    let_attention_read_a_weight(monkeypatch)
     with (
-        pytest.raises(UnsupportedError, match=r"reads self_attn\.out_proj\.bias, self_"),
+        pytest.raises(UnsupportedError, match=r"reads self_attn\.out_proj\.weight, .* outside"),
         engine("opt", KV_OFF, weights=ALL_FAR, enforce_eager=eager),
     ):
         pytest.fail("the engine started")
 
 
-def test_without_the_check_it_computes_with_other_bytes(
-    attention_reads_a_weight, delayed, monkeypatch
-) -> None:
+def test_without_the_check_it_computes_with_other_bytes(delayed, monkeypatch) -> None:
     """What the check protects: nothing fails, and the tokens differ."""
     expected = vllm_tokens("opt", PROMPTS)
-    monkeypatch.setattr(read_check, "check_reads", lambda *args: None)
+    let_attention_read_a_weight(monkeypatch)
     monkeypatch.setattr(offloader, "check_reads", lambda *args: None)
     with engine("opt", KV_OFF, weights=ALL_FAR) as llm:
         assert generate(llm, PROMPTS) != expected
-
-
-def test_what_attention_absorbs_is_found_without_a_list(monkeypatch, tmp_path) -> None:
-    """Without the rule, a filled file's start would absorb the contents of a weight buffer."""
-    expected = vllm_tokens("deepseek_v2", PROMPTS)
-    weights = {**ALL_FAR, "storage_path": str(tmp_path), "far_gib": 0}
-    monkeypatch.setattr(layer_weights, "_read_elsewhere", lambda layer: ())
-    first, second = (run("deepseek_v2", PROMPTS, KV_OFF, weights=weights) for _ in range(2))
-    assert first.tokens == expected != second.tokens
 
 
 def test_shared_parameters_stay_near_and_count_once() -> None:

@@ -27,6 +27,36 @@ def _find_quantized_checkpoint(vllm_config: Any) -> str | None:
     return None if method is None else f"{vllm_config.model_config.model} ({method} weights)"
 
 
+PLACED_METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+"""Quantization methods of checkpoints whose layers are placed, without the kernel's name."""
+
+
+def _find_other_quantization(vllm_config: Any) -> str | None:
+    method = vllm_config.model_config.quantization
+    is_placed = method is None or any(method.startswith(name) for name in PLACED_METHODS)
+    return None if is_placed else _find_quantized_checkpoint(vllm_config)
+
+
+def _find_online_quantization(vllm_config: Any) -> str | None:
+    """Find a checkpoint that is quantized while it is loaded."""
+    model_config = vllm_config.model_config
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    names = ("quantization_config", "compression_config")
+    is_in_checkpoint = any(getattr(config, name, None) for config in configs for name in names)
+    if model_config.quantization is None or is_in_checkpoint:
+        return None
+    return f"--quantization {model_config.quantization}"
+
+
+def _find_quantization_beside_planned(vllm_config: Any) -> str | None:
+    """Find a quantized checkpoint, where weights are planned, stored or compressed."""
+    weights = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY]).weights
+    is_planned = weights.shares_with_kv or weights.placement == "latency"
+    if is_planned or weights.storage_path is not None or weights.compress != "none":
+        return _find_quantized_checkpoint(vllm_config)
+    return None
+
+
 def _find_speculation(vllm_config: Any) -> str | None:
     speculation = vllm_config.speculative_config
     return None if speculation is None else f"speculative decoding ({speculation.method})"
@@ -100,6 +130,13 @@ def _find_drafts_beside_planned(vllm_config: Any) -> str | None:
     return _find_speculation(vllm_config) if has_model and _is_planned(vllm_config) else None
 
 
+def _find_pipeline_beside_planned(vllm_config: Any) -> str | None:
+    """Find a pipeline, where weights and KV cache share near memory by a plan."""
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    is_found = num_stages > 1 and _is_planned(vllm_config)
+    return f"--pipeline-parallel-size {num_stages}" if is_found else None
+
+
 def _is_planned(vllm_config: Any) -> bool:
     config = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY])
     return config.weights.shares_with_kv
@@ -136,14 +173,45 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="model",
         find=_find_quantized_checkpoint,
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="quantized layers keep their weights in tensors of their own, made after "
-                "loading",
-                remedy="serve the 16-bit checkpoint",
-            ),
             Part.FFN: Conflict(
                 reason="a neuron store holds weights in 16 or 32 bit",
                 remedy="serve and prepare the 16-bit checkpoint",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="other_quantization",
+        kind="model",
+        find=_find_other_quantization,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="of what a quantization method makes of weights, only that of "
+                f"{', '.join(PLACED_METHODS)} has been tried",
+                remedy="serve a checkpoint in 16 bit or in one of these formats",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="online_quantization",
+        kind="option",
+        find=_find_online_quantization,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="vLLM makes and quantizes a layer's tensors on the device while it loads",
+                remedy="serve a checkpoint that is quantized already",
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="quantization_beside_planned_weights",
+        kind="model",
+        find=_find_quantization_beside_planned,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="quantized layers are as vLLM's kernels want them only when they are "
+                "loaded, too late for a file, a plan of times or 4-bit matrices of our own",
+                remedy='set weights.placement to "helm", "all_far" or "flexgen", and leave '
+                "weights.storage_path and weights.compress out",
             ),
         },
     ),
@@ -193,6 +261,18 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.WEIGHTS: Conflict(
                 reason="layers and KV cache share near memory by a plan that counts the cache by "
                 "tokens, and recurrent states do not grow with them",
+                remedy='set weights.placement to "latency", "helm" or "all_far"',
+            ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="pipeline_beside_planned_weights",
+        kind="option",
+        find=_find_pipeline_beside_planned,
+        conflicts={
+            Part.WEIGHTS: Conflict(
+                reason="each stage would plan for its own layers, and all have as many KV blocks "
+                "as the one with the fewest",
                 remedy='set weights.placement to "latency", "helm" or "all_far"',
             ),
         },

@@ -64,7 +64,7 @@ class PlacementChooser:
         device: Device,
         *,
         model: Callable[[], Mapping[str, str]],
-        placed: Callable[[nn.Module], Iterator[tuple[str, nn.Parameter]]],
+        placed: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
         elsewhere_bytes: Callable[[], int],
         rank: int,
         num_ranks: int,

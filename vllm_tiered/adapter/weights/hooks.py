@@ -28,7 +28,7 @@ class FarParameter(NamedTuple):
     owner: nn.Module
     leaf: str
     position: int
-    parameter: nn.Parameter
+    parameter: torch.Tensor
 
 
 def register_hooks(parameters: Sequence[FarParameter], offloader: BaseOffloader) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+from vllm_tiered.adapter.weights.quantized import is_quantized, movable_tensors
 from vllm_tiered.probe.gemm import ROWS_ON_THE_LEFT
 from vllm_tiered.weights.int4.layout import compressed_bytes
 
@@ -15,10 +16,13 @@ IsElsewhere = Callable[[nn.Module], bool]
 """Whether another part of the plugin keeps a module's parameters."""
 
 
-def placed_parameters(
+def placed_tensors(
     layer: nn.Module, is_elsewhere: IsElsewhere
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the layer's parameters with their names, without those that another part keeps."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the layer's tensors with their names, without those that another part keeps.
+
+    They are its parameters, and the buffers of quantized linear layers.
+    """
     others = {
         id(parameter)
         for module in layer.modules()
@@ -28,10 +32,14 @@ def placed_parameters(
     for name, parameter in layer.named_parameters():
         if id(parameter) not in others:
             yield name, parameter
+    for path, module in layer.named_modules():
+        if is_quantized(module):
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                yield name, buffer
 
 
 def parameter_bytes(
-    parameters: Iterable[tuple[str, nn.Parameter]], compressed: Collection[str]
+    parameters: Iterable[tuple[str, torch.Tensor]], compressed: Collection[str]
 ) -> dict[str, int]:
     """Return the bytes of each parameter in its tier; those in ``compressed`` are in 4 bit.
 
@@ -49,14 +57,15 @@ def movable_parameters(layer: nn.Module) -> set[str]:
     """Return the names of the parameters that only a linear layer reads, within its own call.
 
     Other modules may read the rest at any time. Examples are convolutions of state-space models,
-    and biases that a layer returns to be added later.
+    and biases that a layer returns to be added later. Call it when quantized layers are processed.
     """
-    read_elsewhere = {id(module) for module in _read_elsewhere(layer)}
     names: set[str] = set()
-    for path, module in layer.named_modules():
-        if not isinstance(module, LinearBase | nn.Linear) or id(module) in read_elsewhere:
-            continue
+    for path, module in readers(layer):
         prefix = f"{path}." if path else ""
+        if is_quantized(module):
+            skipped = {"bias"} if getattr(module, "skip_bias_add", False) else set()
+            names.update(f"{prefix}{name}" for name in movable_tensors(module) - skipped)
+            continue
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_contiguous():
             continue
@@ -64,6 +73,14 @@ def movable_parameters(layer: nn.Module) -> set[str]:
         if not getattr(module, "skip_bias_add", False):
             names.add(f"{prefix}bias")
     return names
+
+
+def readers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers, with their paths, whose weights no other module reads."""
+    read_elsewhere = {id(module) for module in _read_elsewhere(layer)}
+    for path, module in layer.named_modules():
+        if isinstance(module, LinearBase | nn.Linear) and id(module) not in read_elsewhere:
+            yield path, module
 
 
 def _read_elsewhere(layer: nn.Module) -> Iterator[nn.Module]:
@@ -101,14 +118,14 @@ def shared_parameters(layers: Sequence[nn.Module]) -> set[int]:
     return {parameter for parameter, count in counts.items() if count > 1}
 
 
-def move_to_host(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def move_to_host(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Move a new layer's parameters to the host, as the model may exceed near memory."""
     for _, parameter in parameters:
         parameter.data = parameter.data.to("cpu")
 
 
 def move_to_near(
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[tuple[str, torch.Tensor]],
     far_names: Collection[str],
     near_device: torch.device,
 ) -> None:
@@ -119,15 +136,15 @@ def move_to_near(
 
 
 def disable_weight_processing(module: nn.Module) -> None:
-    """Make vLLM leave the layer's weight as it was loaded, and where it was loaded.
+    """Make vLLM leave an unquantized weight as it was loaded, and where it was loaded.
 
     vLLM's CPU backend would keep a packed copy in near memory. On a GPU, vLLM would move the weight
     to the GPU and back to new pinned memory, although it does not process unquantized weights. That
     would double the host memory that far weights take.
     """
-    module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
     method = getattr(module, "quant_method", None)
     if isinstance(method, UnquantizedLinearMethod):
+        module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
         method.requires_device_loading = False
 
 

@@ -7,7 +7,8 @@ layers are built, the placement assigns every parameter to a tier, and vLLM's lo
 tiers.
 
     wrap_modules   tiers             far parameters are views of far memory
-    (loading)                        the loader writes weights to their tiers
+    (loading)                        the loader writes weights to their tiers; those of quantized
+                                     layers get tiers when they are loaded and processed
     start          buffers           far parameters are views of their weight buffers from now on
                                      (those in 4 bit are compressed into their tiers first)
     post_init      hooks             on the modules that read them, whatever wraps these by now
@@ -38,9 +39,11 @@ from vllm_tiered.adapter.weights.layer_weights import (
     disable_weight_processing,
     move_to_host,
     move_to_near,
-    placed_parameters,
+    placed_tensors,
+    readers,
     skip_loading,
 )
+from vllm_tiered.adapter.weights.quantized import is_quantized, process_on
 from vllm_tiered.adapter.weights.read_check import check_reads
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Direction
@@ -105,6 +108,7 @@ class TieredOffloader(BaseOffloader):
         self._far: list[FarParameter] = []
         self._compressed: list[CompressedLinear] = []
         self._near_device = torch.device("cpu")
+        self._waiting: list[nn.Module] = []
         self.placement: Placement | None = None
         self.buffer_pool: WeightBufferPool | None = None
         self._is_on_gpu = False
@@ -145,6 +149,21 @@ class TieredOffloader(BaseOffloader):
             near_device = next((p.device for _, p in self._placed(layer)), near_device)
             move_to_host(self._placed(layer))
             layers.append(layer)
+        self._near_device = near_device
+        linears = [module for layer in layers for _, module in readers(layer)]
+        quantized = list(filter(is_quantized, linears))
+        if quantized:
+            for module in linears:
+                disable_weight_processing(module)
+            process_on(near_device, quantized)
+            self._waiting = layers
+        else:
+            self._place(layers)
+        return layers
+
+    def _place(self, layers: Sequence[nn.Module]) -> None:
+        """Choose the placement of layers, and give each of their tensors its tier."""
+        near_device = self._near_device
         is_compressed = self._config.compress == "int4"
         compressed = compressible_weights(layers) if is_compressed else [set() for _ in layers]
         self.placement = placement = self._chooser.choose(layers, compressed, near_device)
@@ -155,10 +174,9 @@ class TieredOffloader(BaseOffloader):
         self._assign_tiers(layers, compressed, placement, near_device, store)
         remember_placement(placement)
         self._announce(placement)
-        return layers
 
-    def _placed(self, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        return placed_parameters(layer, self._is_elsewhere)
+    def _placed(self, layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return placed_tensors(layer, self._is_elsewhere)
 
     def _assign_tiers(
         self,
@@ -179,7 +197,7 @@ class TieredOffloader(BaseOffloader):
         def offloaded(index: int, chosen: Iterable[Parameter]) -> list[OffloadedParameter]:
             return [
                 OffloadedParameter(
-                    layers[index].get_parameter(p.name), p.num_bytes, p.name in compressed[index]
+                    _tensor(layers[index], p.name), p.num_bytes, p.name in compressed[index]
                 )
                 for p in chosen
             ]
@@ -204,7 +222,12 @@ class TieredOffloader(BaseOffloader):
         ]
         _check_distinct([linear.weight for linear in self._compressed])
         self._weights = OffloadedWeights(
-            self._device, groups, near_device, store, placement.prefetch_depth
+            self._device,
+            groups,
+            near_device,
+            store,
+            placement.prefetch_depth,
+            is_loaded=bool(self._waiting),
         )
         if store is not None and store.is_filled:
             for group in groups:
@@ -215,7 +238,6 @@ class TieredOffloader(BaseOffloader):
             stay_away[index].update(p.name for p in (*far, *stored))
         for layer, away in zip(layers, stay_away, strict=True):
             move_to_near(self._placed(layer), away, near_device)
-        self._near_device = near_device
         self._is_on_gpu = near_device.type == "cuda"
 
     @property
@@ -242,6 +264,9 @@ class TieredOffloader(BaseOffloader):
         Raises:
             UnsupportedError: an offloaded or compressed parameter was replaced during loading.
         """
+        if self._waiting:
+            self._place(self._waiting)
+            self._waiting = []
         if self.is_loaded or self._weights is None:
             return
         self.is_loaded = True
@@ -337,6 +362,13 @@ def _owner(layer: nn.Module, name: str) -> tuple[str, nn.Module, str]:
     """Return the path of the module that owns a parameter, the module, and the name in it."""
     path, _, leaf = name.rpartition(".")
     return path, layer.get_submodule(path), leaf
+
+
+def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
+    """Return a parameter or a buffer by its name in the layer."""
+    _, owner, leaf = _owner(layer, name)
+    tensor: torch.Tensor = getattr(owner, leaf)
+    return tensor
 
 
 def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:

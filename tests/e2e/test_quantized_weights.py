@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints in far memory: what vLLM's kernels read is what they would read near."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e import harness
+from tests.e2e.harness import AVX512, Run, engine, generate, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from tests.fixtures.quantized_checkpoints import FORMATS, quantized_model_dir
+from vllm_tiered.adapter.weights import offloader, quantized
+from vllm_tiered.errors import UnsupportedError
+
+PROMPTS = random_prompts(4, seed=5)
+KV_OFF = {"enabled": False}
+FP8 = ("fp8", "compressed_fp8")
+INT4 = ("gptq", "awq", "compressed_int4", "compressed_int4_asym")
+PLACEMENTS = ({"placement": "all_far"}, {"placement": "helm"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for form in FORMATS:
+        folder = tmp_path_factory.mktemp(form)
+        harness.PATHS[f"qwen2-{form}"] = str(quantized_model_dir("qwen2", form, folder))
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    """Delay copies, and fill weight buffers with 0xFF before each."""
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.002))
+
+
+@pytest.fixture
+def reference_op(monkeypatch):
+    """Stand in for vLLM's 4-bit GEMM, which its build for this processor may not have."""
+    monkeypatch.setattr(vllm_ops, "cpu_gemm_wna16", gemm_wna16)
+
+
+def gemm_wna16(
+    input: torch.Tensor,
+    q_weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    pack_factor: int,
+    isa_hint: str,
+) -> torch.Tensor:
+    """Multiply as vLLM's op does, with weights in blocks of 16 rows by columns.
+
+    Args:
+        q_weight: [N / 16, K * 16 / 8] of 8 codes each.
+        scales: [G, N].
+        zeros: [G, N / 8] of 8 codes each; None for 8.
+    """
+    del pack_factor, isa_hint
+    groups, num_rows = scales.shape
+    words_KW = q_weight.view(num_rows // 16, -1, 2).permute(1, 0, 2).reshape(-1, num_rows // 8)
+    codes_KN = unpack(words_KW)
+    group = len(codes_KN) // groups
+    zeros_GN = torch.full_like(scales, 8.0) if zeros is None else unpack(zeros).to(scales.dtype)
+    shifted = codes_KN.to(scales.dtype) - zeros_GN.repeat_interleave(group, 0)
+    weight_KN = shifted * scales.repeat_interleave(group, 0)
+    product = input @ weight_KN.to(input.dtype)
+    return product if bias is None else product + bias.to(input.dtype)
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """Return the 8 codes of each int32 of the last dimension."""
+    shifts = 4 * torch.arange(8, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).flatten(-2)
+
+
+def check_far(result: Run, form: str, weights: dict[str, Any]) -> None:
+    assert result.tokens == vllm_tokens(f"qwen2-{form}", PROMPTS)
+    stated = result.manifest["weights"]
+    assert stated["placement"] == weights["placement"]
+    assert stated["far_sublayers"] == 2 * 4
+    assert stated["far_bytes"] > 2 * stated["near_bytes"] or weights["placement"] == "helm"
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda one: one["placement"])
+@pytest.mark.parametrize("form", FP8)
+def test_fp8(form, weights, delayed) -> None:
+    """With PyTorch's kernels, which read a matrix by columns."""
+    vllm_tokens(f"qwen2-{form}", PROMPTS)
+    check_far(run(f"qwen2-{form}", PROMPTS, KV_OFF, weights=weights), form, weights)
+
+
+@pytest.mark.slow
+def test_fp8_compiled() -> None:
+    expected = vllm_tokens("qwen2-fp8", PROMPTS)
+    weights = {"placement": "all_far"}
+    with engine("qwen2-fp8", KV_OFF, weights=weights, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("form", INT4)
+def test_int4_with_a_reference_gemm(form, delayed, reference_op) -> None:
+    """vLLM's loading and packing, with a GEMM of ours in both engines."""
+    vllm_tokens(f"qwen2-{form}", PROMPTS)
+    weights = {"placement": "all_far"}
+    with engine(f"qwen2-{form}", KV_OFF, weights=weights) as llm:
+        assert generate(llm, PROMPTS) == vllm_tokens(f"qwen2-{form}", PROMPTS)
+        names = {one.leaf for one in get_offloader()._far}
+        assert any("weight" in name for name in names), "packed weights are far"
+        assert any("scale" in name for name in names), "and so are scales"
+
+
+@AVX512
+@pytest.mark.parametrize("form", INT4)
+def test_int4(form, delayed) -> None:
+    vllm_tokens(f"qwen2-{form}", PROMPTS)
+    weights = {"placement": "all_far"}
+    check_far(run(f"qwen2-{form}", PROMPTS, KV_OFF, weights=weights), form, weights)
+
+
+def test_damaged_far_bytes_change_the_tokens() -> None:
+    """Comparisons of tokens detect wrong bytes of one far sublayer."""
+    expected = vllm_tokens("qwen2-fp8", PROMPTS)
+    with engine("qwen2-fp8", KV_OFF, weights={"placement": "all_far"}) as llm:
+        assert generate(llm, PROMPTS) == expected
+        weights = get_offloader()._weights
+        extent = weights._extents[1]
+        far = weights._far.data[extent.far_page : extent.far_page + extent.num_far_pages]
+        far.copy_(far.flip(0).flip(1))
+        assert generate(llm, PROMPTS) != expected
+
+
+# What cannot be placed ------------------------------------------------------------------
+
+
+def test_a_kernel_that_keeps_weights_is_refused_by_its_name() -> None:
+    with (
+        pytest.raises(UnsupportedError, match=r"CPUInt8ScaledMMLinearKernel keeps the weights of "),
+        engine("qwen2-compressed_int8", KV_OFF, weights={"placement": "all_far"}),
+    ):
+        pytest.fail("the engine started")
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"placement": "latency", "near_gib": 1}, {"placement": "all_far", "compress": "int4"}],
+    ids=["latency", "int4"],
+)
+def test_plans_and_compression_are_refused_before_the_start(weights) -> None:
+    with (
+        pytest.raises(UnsupportedError, match="only when they are loaded"),
+        engine("qwen2-fp8", KV_OFF, weights=weights),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_quantizing_while_loading_is_refused_before_the_start() -> None:
+    with (
+        pytest.raises(UnsupportedError, match="quantizes a layer's tensors .* while it loads"),
+        engine("qwen2", KV_OFF, weights={"placement": "all_far"}, quantization="fp8"),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_a_file_is_refused_before_the_start(tmp_path: Path) -> None:
+    weights = {"placement": "all_far", "storage_path": str(tmp_path)}
+    with (
+        pytest.raises(UnsupportedError, match=r"leave weights\.storage_path"),
+        engine("qwen2-fp8", KV_OFF, weights=weights),
+    ):
+        pytest.fail("the engine started")
+
+
+# The tensors of a layer -----------------------------------------------------------------
+
+
+class Method:
+    """A quantization method that may keep a tensor, as some kernels do."""
+
+    def __init__(self, kept: object) -> None:
+        self.kernel = lambda: kept
+
+
+Method.__module__ = "vllm.test"  # whose objects are looked into
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_tensor_that_a_kernel_keeps_does_not_move(is_kept) -> None:
+    layer = torch.nn.Module()
+    weight, scale = torch.zeros(64, 64), torch.zeros(64, 32)
+    layer.weight = torch.nn.Parameter(weight)
+    layer.register_buffer("scale", scale)
+    layer.register_buffer("small", torch.zeros(4))
+    layer.register_buffer("strided", torch.zeros(64, 128)[:, ::2])
+    vars(layer)["quant_method"] = Method(scale.t() if is_kept else None)
+    assert quantized.movable_tensors(layer) == ({"weight"} if is_kept else {"weight", "scale"})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_dense"),
+    [
+        (torch.zeros(4, 6), True),
+        (torch.zeros(4, 6).t(), True),
+        (torch.zeros(2, 3, 4).permute(2, 0, 1), True),
+        (torch.zeros(4, 1, 6).transpose(0, 1), True),
+        (torch.zeros(4, 6)[:, :5], False),
+        (torch.zeros(4, 1).expand(4, 6), False),
+        (torch.zeros(0, 6), False),
+    ],
+)
+def test_dense(tensor, is_dense) -> None:
+    assert quantized.is_dense(tensor) == is_dense
