@@ -5,7 +5,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
-from vllm_tiered.adapter.checks.conditions import model_is
+from vllm_tiered.adapter.checks.conditions import model_is, quantized_checkpoint, speculation
+from vllm_tiered.adapter.checks.weights import WEIGHTS_CHECKS
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
 if TYPE_CHECKING:
@@ -22,52 +23,10 @@ def _find_pooling(vllm_config: Any) -> str | None:
     return None if runner_type == "generate" else f"runner type {runner_type!r}"
 
 
-def _find_quantized_checkpoint(vllm_config: Any) -> str | None:
-    method = vllm_config.model_config.quantization
-    return None if method is None else f"{vllm_config.model_config.model} ({method} weights)"
-
-
-PLACED_METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
-"""Quantization methods of checkpoints whose layers are placed, without the kernel's name."""
-
-
-def _find_other_quantization(vllm_config: Any) -> str | None:
-    method = vllm_config.model_config.quantization
-    is_placed = method is None or any(method.startswith(name) for name in PLACED_METHODS)
-    return None if is_placed else _find_quantized_checkpoint(vllm_config)
-
-
-def _find_online_quantization(vllm_config: Any) -> str | None:
-    """Find a checkpoint that is quantized while it is loaded."""
-    model_config = vllm_config.model_config
-    configs = (model_config.hf_config, model_config.hf_text_config)
-    names = ("quantization_config", "compression_config")
-    is_in_checkpoint = any(getattr(config, name, None) for config in configs for name in names)
-    if model_config.quantization is None or is_in_checkpoint:
-        return None
-    return f"--quantization {model_config.quantization}"
-
-
-def _find_quantization_beside_planned(vllm_config: Any) -> str | None:
-    """Find a quantized checkpoint, where weights are planned, stored or compressed."""
-    weights = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY]).weights
-    is_planned = weights.shares_with_kv or weights.placement == "latency"
-    if is_planned or weights.storage_path is not None or weights.compress != "none":
-        return _find_quantized_checkpoint(vllm_config)
-    return None
-
-
-def _find_speculation(vllm_config: Any) -> str | None:
-    speculation = vllm_config.speculative_config
-    return None if speculation is None else f"speculative decoding ({speculation.method})"
-
-
 def _find_drafts_in_a_pipeline(vllm_config: Any) -> str | None:
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    speculation = _find_speculation(vllm_config)
-    return (
-        None if num_stages == 1 or speculation is None else f"{speculation} on {num_stages} stages"
-    )
+    drafts = speculation(vllm_config)
+    return None if num_stages == 1 or drafts is None else f"{drafts} on {num_stages} stages"
 
 
 def _find_unequal_stages(vllm_config: Any) -> str | None:
@@ -84,12 +43,6 @@ def _find_unequal_stages(vllm_config: Any) -> str | None:
     return (
         f"--pipeline-parallel-size {num_stages}, with stages of {counts[0]} to {counts[-1]} layers"
     )
-
-
-def _find_inductor_freezing(vllm_config: Any) -> str | None:
-    options = vllm_config.compilation_config.inductor_compile_config
-    found = next((key for key in ("freezing", "max_autotune") if options.get(key)), None)
-    return None if found is None else f"inductor_compile_config with {found}"
 
 
 def _find_single_rank(vllm_config: Any) -> str | None:
@@ -116,32 +69,6 @@ def _find_placed_weights(vllm_config: Any) -> str | None:
     return f"tiered.weights.placement {config.weights.placement}" if config.weights.places else None
 
 
-def _find_recurrent_beside_planned(vllm_config: Any) -> str | None:
-    """Find recurrent states, where weights and KV cache share near memory by a plan."""
-    model_config = vllm_config.model_config
-    has_states = model_config.is_hybrid or model_config.is_attention_free
-    return model_config.model if has_states and _is_planned(vllm_config) else None
-
-
-def _find_drafts_beside_planned(vllm_config: Any) -> str | None:
-    """Find a draft model, where weights and KV cache share near memory by a plan."""
-    speculation = vllm_config.speculative_config
-    has_model = speculation is not None and speculation.draft_model_config is not None
-    return _find_speculation(vllm_config) if has_model and _is_planned(vllm_config) else None
-
-
-def _find_pipeline_beside_planned(vllm_config: Any) -> str | None:
-    """Find a pipeline, where weights and KV cache share near memory by a plan."""
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    is_found = num_stages > 1 and _is_planned(vllm_config)
-    return f"--pipeline-parallel-size {num_stages}" if is_found else None
-
-
-def _is_planned(vllm_config: Any) -> bool:
-    config = TieredConfig.from_dict(vllm_config.additional_config[ROOT_KEY])
-    return config.weights.shares_with_kv
-
-
 def _find_captured_kv_updates(vllm_config: Any) -> str | None:
     """Find CUDA graphs that would write new KV by themselves."""
     compilation = vllm_config.compilation_config
@@ -157,6 +84,7 @@ def _find_captured_kv_updates(vllm_config: Any) -> str | None:
 
 
 VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
+    *WEIGHTS_CHECKS,
     CompatibilityCheck(
         feature="pooling",
         kind="model",
@@ -171,47 +99,11 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
         feature="quantization",
         kind="model",
-        find=_find_quantized_checkpoint,
+        find=quantized_checkpoint,
         conflicts={
             Part.FFN: Conflict(
                 reason="a neuron store holds weights in 16 or 32 bit",
                 remedy="serve and prepare the 16-bit checkpoint",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="other_quantization",
-        kind="model",
-        find=_find_other_quantization,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="of what a quantization method makes of weights, only that of "
-                f"{', '.join(PLACED_METHODS)} has been tried",
-                remedy="serve a checkpoint in 16 bit or in one of these formats",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="online_quantization",
-        kind="option",
-        find=_find_online_quantization,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="vLLM makes and quantizes a layer's tensors on the device while it loads",
-                remedy="serve a checkpoint that is quantized already",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="quantization_beside_planned_weights",
-        kind="model",
-        find=_find_quantization_beside_planned,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="quantized layers are as vLLM's kernels want them only when they are "
-                "loaded, too late for a file, a plan of times or 4-bit matrices of our own",
-                remedy='set weights.placement to "helm", "all_far" or "flexgen", and leave '
-                "weights.storage_path and weights.compress out",
             ),
         },
     ),
@@ -254,46 +146,10 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         },
     ),
     CompatibilityCheck(
-        feature="recurrent_state_beside_planned_weights",
-        kind="model",
-        find=_find_recurrent_beside_planned,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="layers and KV cache share near memory by a plan that counts the cache by "
-                "tokens, and recurrent states do not grow with them",
-                remedy='set weights.placement to "latency", "helm" or "all_far"',
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="pipeline_beside_planned_weights",
-        kind="option",
-        find=_find_pipeline_beside_planned,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="each stage would plan for its own layers, and all have as many KV blocks "
-                "as the one with the fewest",
-                remedy='set weights.placement to "latency", "helm" or "all_far"',
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="drafts_beside_planned_weights",
-        kind="option",
-        find=_find_drafts_beside_planned,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="layers and KV cache share near memory by a plan that does not know the "
-                "draft model's",
-                remedy='set weights.placement to "latency", "helm" or "all_far"',
-            ),
-        },
-    ),
-    CompatibilityCheck(
         # A model may bring its draft model along, without any flag.
         feature="speculative_decoding",
         kind="option",
-        find=_find_speculation,
+        find=speculation,
         conflicts={
             Part.EXPERTS: Conflict(
                 reason="near memory is divided before the draft model's experts are known",
@@ -337,17 +193,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.KV: Conflict(
                 reason="CUDA graphs would write new KV before a layer's pages are there",
                 remedy="leave it out",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="inductor_freezing",
-        kind="option",
-        find=_find_inductor_freezing,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="it builds the weights into the compiled model, and the contents of a "
-                "weight buffer change",
             ),
         },
     ),
