@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints in far memory: what vLLM's kernels read is what they would read near."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.e2e.harness import AVX512, Tokens, engine, generate, random_prompts, 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.quantized_checkpoints import FORMATS, quantized_model_dir
 from vllm_tiered.adapter.weights import offloader, quantized
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import BudgetError, UnsupportedError
 
 PROMPTS = random_prompts(4, seed=5)
 KV_OFF = {"enabled": False}
@@ -117,6 +118,36 @@ def test_fp8(form, weights, delayed, reference_ops) -> None:
     check_far(form, weights, expected_tokens(form))
 
 
+def test_a_plan_for_latency_times_the_loaded_layers() -> None:
+    near_gib = 0.0015
+    weights = {"placement": "latency", "near_gib": near_gib}
+    result = run("qwen2-compressed_fp8", PROMPTS, KV_OFF, weights=weights)
+    assert result.tokens == expected_tokens("compressed_fp8")
+    stated = result.manifest["weights"]
+    assert stated["near_bytes"] + stated["buffer_bytes"] <= near_gib * 2**30
+    assert stated["far_bytes"] > 0
+    assert stated["expected_step"]["seconds"] > 0
+
+
+def test_too_little_host_memory_is_an_error_before_anything_is_loaded(monkeypatch) -> None:
+    memory = replace(offloader.read_host_memory(), available_bytes=1 << 20)
+    monkeypatch.setattr(offloader, "read_host_memory", lambda: memory)
+    with (
+        pytest.raises(BudgetError, match=r"take 2.* MiB of host memory .* has 1\.00 MiB"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=PLACEMENTS[0]),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_too_little_near_memory_is_an_error_with_the_numbers() -> None:
+    weights = {"placement": "helm", "near_gib": 0.0002}
+    with (
+        pytest.raises(BudgetError, match=r"of the layers near .* weights\.near_gib allows"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=weights),
+    ):
+        pytest.fail("the engine started")
+
+
 @pytest.mark.slow
 def test_fp8_compiled() -> None:
     expected = vllm_tokens("qwen2-compressed_fp8", PROMPTS)
@@ -162,13 +193,13 @@ def test_a_kernel_that_keeps_weights_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     "weights",
-    [{"placement": "latency", "near_gib": 1}, {"placement": "all_far", "compress": "int4"}],
-    ids=["latency", "int4"],
+    [{"placement": "throughput", "near_gib": 1}, {"placement": "all_far", "compress": "int4"}],
+    ids=["throughput", "int4"],
 )
 def test_plans_and_compression_are_refused_before_the_start(weights) -> None:
     with (
         pytest.raises(UnsupportedError, match="only when they are loaded"),
-        engine("qwen2-compressed_fp8", KV_OFF, weights=weights),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=weights, kv_cache_memory_bytes=None),
     ):
         pytest.fail("the engine started")
 

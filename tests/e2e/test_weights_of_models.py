@@ -83,7 +83,8 @@ def absorbed(llm: Any) -> list[torch.Tensor]:
     """Return what attention over latents has made of weights, by layer."""
 
     def find(model: torch.nn.Module) -> list[torch.Tensor]:
-        return [module.W_UV.clone() for module in model.modules() if hasattr(module, "W_UV")]
+        modules: list[Any] = [module for module in model.modules() if hasattr(module, "W_UV")]
+        return [module.W_UV.clone() for module in modules]
 
     (found,) = llm.apply_model(find)
     assert isinstance(found, list) and len(found) == 3
@@ -170,7 +171,7 @@ def test_adapters_wait_for_the_weights_below_them(delayed, tmp_path) -> None:
 
     def drive(llm: LLM) -> Tokens:
         requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)  # type: ignore[arg-type]
+        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}

@@ -42,8 +42,7 @@ def _find_quantization_beside_planned(vllm_config: Any) -> str | None:
     if vllm_config.model_config.quantization in _OF_EXPERTS:
         return None
     weights = _weights_config(vllm_config)
-    is_planned = weights.shares_with_kv or weights.placement == "latency"
-    if is_planned or weights.storage_path is not None or weights.compress != "none":
+    if weights.shares_with_kv or weights.storage_path is not None or weights.compress != "none":
         return quantized_checkpoint(vllm_config)
     return None
 
@@ -115,8 +114,8 @@ WEIGHTS_CHECKS: tuple[CompatibilityCheck, ...] = (
         conflicts={
             Part.WEIGHTS: Conflict(
                 reason="quantized layers are as vLLM's kernels want them only when they are "
-                "loaded, too late for a file, a plan of times or 4-bit matrices of our own",
-                remedy='set weights.placement to "helm", "all_far" or "flexgen", and leave '
+                "loaded, too late for a file, a plan with the KV cache and weights.compress",
+                remedy='set weights.placement to "latency", "helm" or "all_far", and leave '
                 "weights.storage_path and weights.compress out",
             ),
         },

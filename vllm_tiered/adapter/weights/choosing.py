@@ -25,6 +25,7 @@ from vllm_tiered.adapter.weights.layer_weights import (
     shared_parameters,
 )
 from vllm_tiered.adapter.weights.measurements import measure_sublayers
+from vllm_tiered.adapter.weights.module_times import module_seconds
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
@@ -80,6 +81,8 @@ class PlacementChooser:
         layers: Sequence[nn.Module],
         compressed: Sequence[Collection[str]],
         near_device: torch.device,
+        *,
+        is_loaded: bool = False,
     ) -> Placement:
         """Return the placement of the layers.
 
@@ -87,6 +90,7 @@ class PlacementChooser:
             layers: the decoder layers.
             compressed: for each layer, the matrices that will be in 4 bit.
             near_device: torch device that computes.
+            is_loaded: whether the layers are loaded and processed, so that they can be timed.
 
         Raises:
             BudgetError: the placement does not fit its budgets.
@@ -111,7 +115,13 @@ class PlacementChooser:
                     self.expected_step = ExpectedStep(**self.store.expectation)
         if placement is None:
             placement = self._choose(
-                layers, sublayers, compressed, near_device, near_bytes, far_bytes
+                layers,
+                sublayers,
+                compressed,
+                near_device,
+                near_bytes,
+                far_bytes,
+                is_loaded=is_loaded,
             )
             if self.store is not None and far_bytes is not None:
                 placement = spill_to_storage(placement, far_bytes)
@@ -154,6 +164,8 @@ class PlacementChooser:
         near_device: torch.device,
         near_bytes: int | None,
         far_bytes: int | None,
+        *,
+        is_loaded: bool,
     ) -> Placement:
         config = self._config
         if config.shares_with_kv:
@@ -179,6 +191,7 @@ class PlacementChooser:
             near_device,
             compressed=compressed,
             storage_folder=folder,
+            known_seconds=module_seconds(layers, near_device, 1) if is_loaded else None,
         )
         placement = place_for_latency(
             sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage

@@ -148,7 +148,7 @@ def disable_weight_processing(module: nn.Module) -> None:
         method.requires_device_loading = False
 
 
-def skip_loading(parameter: nn.Parameter) -> None:
+def skip_loading(parameter: torch.Tensor) -> None:
     """Make vLLM's loaders skip a parameter that the file of stored weights already has.
 
     The parameter is a view of a weight buffer, which several sublayers share. Loaders read a

@@ -43,18 +43,15 @@ from vllm_tiered.adapter.weights.layer_weights import (
     readers,
     skip_loading,
 )
-from vllm_tiered.adapter.weights.quantized import is_quantized, process_on
+from vllm_tiered.adapter.weights.quantized import check_host_memory, is_quantized, process_on
 from vllm_tiered.adapter.weights.read_check import check_reads
+from vllm_tiered.adapter.weights.tiers import find_offloaded
 from vllm_tiered.config import WeightsConfig
+from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.weights.buffers import WeightBufferPool
-from vllm_tiered.weights.layout import (
-    Parameter,
-)
 from vllm_tiered.weights.offloaded_weights import (
-    OffloadedParameter,
-    OffloadedSublayer,
     OffloadedWeights,
 )
 from vllm_tiered.weights.placement import Placement
@@ -92,7 +89,7 @@ class TieredOffloader(BaseOffloader):
         num_ranks: int = 1,
     ) -> None:
         self._config = config
-        self._rank = rank
+        self._rank, self._num_ranks = rank, num_ranks
         self._is_elsewhere = is_elsewhere
         self._device = make_device()
         self._chooser = PlacementChooser(
@@ -145,6 +142,7 @@ class TieredOffloader(BaseOffloader):
     def _wrap(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         layers: list[nn.Module] = []
         near_device = torch.device("cpu")
+        usable_bytes = read_host_memory().usable_bytes // self._num_ranks
         for layer in modules:
             near_device = next((p.device for _, p in self._placed(layer)), near_device)
             move_to_host(self._placed(layer))
@@ -153,6 +151,8 @@ class TieredOffloader(BaseOffloader):
         linears = [module for layer in layers for _, module in readers(layer)]
         quantized = list(filter(is_quantized, linears))
         if quantized:
+            num_bytes = sum(one.nbytes for layer in layers for _, one in self._placed(layer))
+            check_host_memory(num_bytes, usable_bytes)
             for module in linears:
                 disable_weight_processing(module)
             process_on(near_device, quantized)
@@ -166,7 +166,9 @@ class TieredOffloader(BaseOffloader):
         near_device = self._near_device
         is_compressed = self._config.compress == "int4"
         compressed = compressible_weights(layers) if is_compressed else [set() for _ in layers]
-        self.placement = placement = self._chooser.choose(layers, compressed, near_device)
+        self.placement = placement = self._chooser.choose(
+            layers, compressed, near_device, is_loaded=bool(self._waiting)
+        )
         store = self._chooser.store if placement.storage_bytes else None
         if store is not None:
             expected = self._chooser.expected_step
@@ -186,33 +188,8 @@ class TieredOffloader(BaseOffloader):
         near_device: torch.device,
         store: WeightStore | None,
     ) -> None:
-        moved = [
-            (sublayer.layer, far, stored)
-            for sublayer, (far, stored) in zip(
-                placement.sublayers, placement.offloaded, strict=True
-            )
-            if far or stored
-        ]
-
-        def offloaded(index: int, chosen: Iterable[Parameter]) -> list[OffloadedParameter]:
-            return [
-                OffloadedParameter(
-                    _tensor(layers[index], p.name), p.num_bytes, p.name in compressed[index]
-                )
-                for p in chosen
-            ]
-
-        groups = [
-            OffloadedSublayer(offloaded(index, far), offloaded(index, stored))
-            for index, far, stored in moved
-        ]
-        self._far = [
-            FarParameter(layers[index], *_owner(layers[index], p.name), position, one.parameter)
-            for position, ((index, far, stored), group) in enumerate(
-                zip(moved, groups, strict=True)
-            )
-            for p, one in zip((*far, *stored), (*group.far, *group.stored), strict=True)
-        ]
+        offloaded = find_offloaded(layers, compressed, placement)
+        self._far = offloaded.parameters
         for far_parameter in self._far:
             disable_weight_processing(far_parameter.owner)
         self._compressed = [
@@ -223,21 +200,19 @@ class TieredOffloader(BaseOffloader):
         _check_distinct([linear.weight for linear in self._compressed])
         self._weights = OffloadedWeights(
             self._device,
-            groups,
+            offloaded.sublayers,
             near_device,
             store,
             placement.prefetch_depth,
             is_loaded=bool(self._waiting),
         )
         if store is not None and store.is_filled:
-            for group in groups:
+            for group in offloaded.sublayers:
                 for one in group.stored:
                     skip_loading(one.parameter)
-        stay_away = list(map(set, compressed))  # near ones too, until compression
-        for index, far, stored in moved:
-            stay_away[index].update(p.name for p in (*far, *stored))
-        for layer, away in zip(layers, stay_away, strict=True):
-            move_to_near(self._placed(layer), away, near_device)
+        for layer, far, in_4_bit in zip(layers, offloaded.names, compressed, strict=True):
+            # Near ones in 4 bit, too, stay away until they are compressed.
+            move_to_near(self._placed(layer), far | {*in_4_bit}, near_device)
         self._is_on_gpu = near_device.type == "cuda"
 
     @property
@@ -356,19 +331,6 @@ class TieredOffloader(BaseOffloader):
         manifest.publish_weights(stated)
         if self._rank == 0:
             logger.info("%s", stated.describe())
-
-
-def _owner(layer: nn.Module, name: str) -> tuple[str, nn.Module, str]:
-    """Return the path of the module that owns a parameter, the module, and the name in it."""
-    path, _, leaf = name.rpartition(".")
-    return path, layer.get_submodule(path), leaf
-
-
-def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
-    """Return a parameter or a buffer by its name in the layer."""
-    _, owner, leaf = _owner(layer, name)
-    tensor: torch.Tensor = getattr(owner, leaf)
-    return tensor
 
 
 def _check_distinct(parameters: Sequence[nn.Parameter]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.units import format_bytes
 
 SMALLEST_BYTES = 4096
@@ -76,6 +76,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return tensor.numel() > 0
+
+
+def check_host_memory(num_bytes: int, usable_bytes: int) -> None:
+    """Check that host memory can hold layers until their placement is chosen.
+
+    Args:
+        num_bytes: bytes of all layers in the checkpoint, on this rank.
+        usable_bytes: host memory that this rank could use before the layers were built.
+
+    Raises:
+        BudgetError: they are more; the message has the numbers.
+    """
+    if num_bytes > usable_bytes:
+        raise BudgetError(
+            f"quantized layers are placed when they are loaded, and theirs take "
+            f"{format_bytes(num_bytes)} of host memory until then, which has "
+            f"{format_bytes(usable_bytes)}: use more ranks or set weights.placement=off"
+        )
 
 
 def process_on(near_device: torch.device, modules: Iterable[nn.Module]) -> None:
