@@ -207,13 +207,13 @@ def test_compiled(model) -> None:
 
 
 def let_attention_read_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let OPT multiply with its own weight, as a fused kernel would."""
+    """Let OPT multiply with a weight that it prepares itself, as a fused kernel would."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.out_proj.weight + 0, self.out_proj.bias + 0
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.chunk(chunks=3, dim=-1)
-        out = self.out_proj
-        return torch.nn.functional.linear(self.attn(q, k, v), out.weight, out.bias)
+        return torch.nn.functional.linear(self.attn(q, k, v), weight, bias)
 
     monkeypatch.setattr(opt.OPTAttention, "forward", forward)
 

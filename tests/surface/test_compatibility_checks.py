@@ -180,9 +180,9 @@ WEIGHTS_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     ),
     "quantization_beside_planned_weights:2": (
         {"quantization": "fp8", "quantization_config": {"quant_method": "fp8"}},
-        {"placement": "all_far", "storage_path": "/ssd"},
+        {"placement": "all_far", "compress": "int4"},
         None,
-        "leave weights.storage_path and weights.compress out",
+        "leave weights.compress out",
     ),
     "recurrent_state_beside_planned_weights": ({"is_hybrid": True}, PLANNED, None, "org/model"),
     "recurrent_state_beside_planned_weights:2": (

@@ -38,11 +38,11 @@ def _find_online_quantization(vllm_config: Any) -> str | None:
 
 
 def _find_quantization_beside_planned(vllm_config: Any) -> str | None:
-    """Find a quantized checkpoint, where weights are planned, stored or compressed."""
+    """Find a quantized checkpoint, where weights are planned or compressed."""
     if vllm_config.model_config.quantization in _OF_EXPERTS:
         return None
     weights = _weights_config(vllm_config)
-    if weights.shares_with_kv or weights.storage_path is not None or weights.compress != "none":
+    if weights.shares_with_kv or weights.compress != "none":
         return quantized_checkpoint(vllm_config)
     return None
 
@@ -114,9 +114,9 @@ WEIGHTS_CHECKS: tuple[CompatibilityCheck, ...] = (
         conflicts={
             Part.WEIGHTS: Conflict(
                 reason="quantized layers are as vLLM's kernels want them only when they are "
-                "loaded, too late for a file, a plan with the KV cache and weights.compress",
+                "loaded, too late for a plan with the KV cache and for weights.compress",
                 remedy='set weights.placement to "latency", "helm" or "all_far", and leave '
-                "weights.storage_path and weights.compress out",
+                "weights.compress out",
             ),
         },
     ),

@@ -8,11 +8,13 @@ with "latency", "throughput" and "auto", and from the names of the parameters ot
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from xxhash import xxh3_64_hexdigest
 
+from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.weights.kv_sharing import (
     all_ranks_have,
     give_rest_to_kv,
@@ -22,10 +24,12 @@ from vllm_tiered.adapter.weights.kv_sharing import (
 from vllm_tiered.adapter.weights.layer_weights import (
     movable_parameters,
     parameter_bytes,
+    readers,
     shared_parameters,
 )
 from vllm_tiered.adapter.weights.measurements import measure_sublayers
 from vllm_tiered.adapter.weights.module_times import module_seconds
+from vllm_tiered.adapter.weights.quantized import is_quantized, kernel_name
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
@@ -130,6 +134,16 @@ class PlacementChooser:
             give_rest_to_kv(config, placement)
         return placement
 
+    def _kernels(self, layers: Sequence[nn.Module]) -> dict[str, Any]:
+        """Return what decides the bytes of quantized layers beside the checkpoint, JSON-safe."""
+        names = {
+            kernel_name(module)
+            for layer in layers
+            for _, module in readers(layer)
+            if is_quantized(module)
+        }
+        return {"kernels": sorted(names), "vllm": vllm_version()} if names else {}
+
     def _sublayers(
         self, layers: Sequence[nn.Module], compressed: Sequence[Collection[str]]
     ) -> list[Sublayer]:
@@ -225,6 +239,7 @@ class PlacementChooser:
             "compress": packing_for(near_device).layout() if is_compressed else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
             **(plan_inputs() if config.shares_with_kv else {}),
+            **self._kernels(layers),
         }
         return WeightStore(
             Path(folder),

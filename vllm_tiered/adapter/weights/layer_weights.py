@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_tiered.adapter.weights.quantized import is_quantized, movable_tensors
+from vllm_tiered.adapter.weights.quantized import is_quantized, movable_tensors, named_tensors
 from vllm_tiered.probe.gemm import ROWS_ON_THE_LEFT
 from vllm_tiered.weights.int4.layout import compressed_bytes
 
@@ -83,6 +83,16 @@ def readers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def tensors_of_readers(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the linear layers whose weights no other module reads, by their names.
+
+    All that is movable is among them.
+    """
+    for path, module in readers(layer):
+        for name, tensor in named_tensors(module):
+            yield f"{path}.{name}", tensor
+
+
 def _read_elsewhere(layer: nn.Module) -> Iterator[nn.Module]:
     """Yield the linear layers whose weights other modules may read.
 
@@ -119,7 +129,7 @@ def shared_parameters(layers: Sequence[nn.Module]) -> set[int]:
 
 
 def move_to_host(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Move a new layer's parameters to the host, as the model may exceed near memory."""
+    """Move a new layer's parameters to the host, as the layers may exceed near memory."""
     for _, parameter in parameters:
         parameter.data = parameter.data.to("cpu")
 

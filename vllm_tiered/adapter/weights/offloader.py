@@ -42,6 +42,7 @@ from vllm_tiered.adapter.weights.layer_weights import (
     placed_tensors,
     readers,
     skip_loading,
+    tensors_of_readers,
 )
 from vllm_tiered.adapter.weights.quantized import check_host_memory, is_quantized, process_on
 from vllm_tiered.adapter.weights.read_check import check_reads
@@ -145,13 +146,13 @@ class TieredOffloader(BaseOffloader):
         usable_bytes = read_host_memory().usable_bytes // self._num_ranks
         for layer in modules:
             near_device = next((p.device for _, p in self._placed(layer)), near_device)
-            move_to_host(self._placed(layer))
+            move_to_host(tensors_of_readers(layer))
             layers.append(layer)
         self._near_device = near_device
         linears = [module for layer in layers for _, module in readers(layer)]
         quantized = list(filter(is_quantized, linears))
         if quantized:
-            num_bytes = sum(one.nbytes for layer in layers for _, one in self._placed(layer))
+            num_bytes = sum(one.nbytes for layer in layers for _, one in tensors_of_readers(layer))
             check_host_memory(num_bytes, usable_bytes)
             for module in linears:
                 disable_weight_processing(module)
@@ -217,9 +218,9 @@ class TieredOffloader(BaseOffloader):
 
     @property
     def stores(self) -> bool:
-        """Whether some weights are stored in a file."""
-        has_file = self._chooser.store is not None
-        return has_file and self.placement is not None and bool(self.placement.stored)
+        """Whether some weights are stored in a file, or may be once they are placed."""
+        has_file = self._config.storage_path is not None
+        return has_file and (self.placement is None or bool(self.placement.stored))
 
     def close(self) -> None:
         """Free far memory and weight buffers, after which the model cannot run. Idempotent."""

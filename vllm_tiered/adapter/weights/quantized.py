@@ -132,7 +132,7 @@ def _process(
     after = sum(tensor.nbytes for _, tensor in named_tensors(layer))
     if after < _LEAST_SHARE * before:
         raise UnsupportedError(
-            f"{_kernel_name(layer)} keeps the weights of {getattr(layer, 'prefix', 'a layer')} in "
+            f"{kernel_name(layer)} keeps the weights of {getattr(layer, 'prefix', 'a layer')} in "
             f"memory of its own ({format_bytes(after)} of {format_bytes(before)} are left in "
             "tensors), so they cannot be offloaded: set weights.placement=off"
         )
@@ -142,7 +142,7 @@ def _process(
             tensor.data = tensor.data.to("cpu")
 
 
-def _kernel_name(layer: nn.Module) -> str:
+def kernel_name(layer: nn.Module) -> str:
     """Return the name of the kernel that computes a quantized layer, or of what calls it."""
     method = layer.quant_method
     for owner in (method, getattr(layer, "scheme", None)):
