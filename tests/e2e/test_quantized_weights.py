@@ -165,12 +165,13 @@ def test_too_little_near_memory_is_an_error_with_the_numbers() -> None:
 
 
 @pytest.mark.slow
-def test_fp8_compiled() -> None:
-    """Compiled code rounds activations otherwise than eager code, with or without the plugin."""
-    name = "qwen2-compressed_fp8"
-    expected = run(name, PROMPTS, enforce_eager=False).tokens
+def test_compiled(reference_ops) -> None:
+    """In 4 bit: of FP8 compiled for this processor, vLLM alone gives one token for ever."""
+    expected = expected_tokens("compressed_int4")
+    name = "qwen2-compressed_int4"
     with engine(name, KV_OFF, weights=PLACEMENTS[0], enforce_eager=False) as llm:
         assert generate(llm, PROMPTS) == expected
+        assert get_offloader().buffer_pool.num_misses < 10, "the order of the layers is kept"
 
 
 @pytest.mark.parametrize("form", INT4)
