@@ -15,6 +15,7 @@ from tests.e2e.harness import AVX512, Tokens, engine, generate, random_prompts, 
 from tests.fakes.devices import DelayedDevice
 from tests.fixtures.quantized_checkpoints import FORMATS, quantized_model_dir
 from vllm_tiered.adapter.weights import choosing, offloader, quantized
+from vllm_tiered.adapter.weights.graphs import PLACEMENT_KEY
 from vllm_tiered.errors import BudgetError, UnsupportedError
 
 PROMPTS = random_prompts(4, seed=5)
@@ -102,6 +103,8 @@ def expected_tokens(form: str) -> Tokens:
 def check_far(form: str, weights: dict[str, Any], expected: Tokens) -> None:
     with engine(f"qwen2-{form}", KV_OFF, weights=weights, dtype=DTYPES[form]) as llm:
         assert generate(llm, PROMPTS) == expected
+        keys = llm.llm_engine.vllm_config.additional_config
+        assert PLACEMENT_KEY in keys, "compiled code is kept by the placement, chosen late"
         placed = get_offloader()
         assert placed.is_checked and placed.placement.policy == weights["placement"]
         assert len(placed.placement.extents) == 2 * 4

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.offloader import set_offloader
+from vllm.model_executor.offloader.base import NoopOffloader
 
 from vllm_tiered.adapter.weights import loading
-from vllm_tiered.adapter.weights.hooks import FarParameter, reader_of
+from vllm_tiered.adapter.weights.hooks import FarParameter, reader_of, register_hooks
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.adapter.weights.read_check import check_reads
 from vllm_tiered.config import WeightsConfig
@@ -66,7 +67,7 @@ def test_reads_outside_of_the_owners_call_are_found(name):
     layer = Layer(READS[name])
     expected = "second" if "view" in name else "first"
     with pytest.raises(UnsupportedError, match=rf"Layer reads {expected}\.weight outside"):
-        check_reads(runner_of(layer), layer.far())
+        check_reads(runner_of(layer), layer.far(), NoopOffloader())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_reads_outside_of_the_owners_call_are_found(name):
 )
 def test_what_reads_no_bytes_is_fine(read):
     layer = Layer(read)
-    check_reads(runner_of(layer), layer.far())
+    check_reads(runner_of(layer), layer.far(), NoopOffloader())
     assert not layer.first._forward_hooks and not layer.first._forward_pre_hooks
 
 
@@ -91,7 +92,7 @@ def test_another_modules_call_is_not_the_owners():
     layer.first.register_forward_hook(lambda module, args, out: out + layer.second.weight.sum())
     layer.register_module("twin", nn.Identity())
     with pytest.raises(UnsupportedError, match=r"reads second\.weight outside"):
-        check_reads(runner_of(layer), layer.far())
+        check_reads(runner_of(layer), layer.far(), NoopOffloader())
 
 
 def test_a_parameter_with_two_owners_is_refused():
@@ -100,7 +101,7 @@ def test_a_parameter_with_two_owners_is_refused():
     model.layer, model.head = layer, nn.Linear(8, 8, bias=False)
     model.head.weight = layer.first.weight
     with pytest.raises(UnsupportedError, match=r"first\.weight belongs to several modules"):
-        check_reads(runner_of(model), layer.far())
+        check_reads(runner_of(model), layer.far(), NoopOffloader())
 
 
 def test_a_dummy_run_that_fails_stops_no_start(caplog):
@@ -109,7 +110,7 @@ def test_a_dummy_run_that_fails_stops_no_start(caplog):
 
     layer = Layer()
     with caplog.at_level(logging.WARNING, "vllm.tiered"):
-        check_reads(runner_of(layer, fail), layer.far())
+        check_reads(runner_of(layer, fail), layer.far(), NoopOffloader())
     assert "no dummies on Thursdays" in caplog.text
 
 
@@ -123,8 +124,22 @@ def test_models_are_not_compiled_for_it():
 
     vars(layer)["do_not_compile"] = False
     layer.read = read
-    check_reads(runner_of(layer), layer.far())
+    check_reads(runner_of(layer), layer.far(), NoopOffloader())
     assert seen == [True] and vars(layer)["do_not_compile"] is False
+
+
+def test_the_offloaders_own_copies_are_no_reads():
+    layer = Layer()
+
+    class Offloader(NoopOffloader):
+        def _wait_for_layer(self, layer_idx: int) -> None:
+            layer.first.weight.data.copy_(torch.ones(8, 8))
+
+    offloader = Offloader()
+    register_hooks(layer.far(), offloader)
+    check_reads(runner_of(layer), layer.far(), offloader)
+    assert layer.first.weight[0, 0] == 1, "it was called"
+    assert not vars(offloader)
 
 
 # Hooks --------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class TieredOffloader(BaseOffloader):
         """
         self.is_checked = True
         if self._far:
-            check_reads(runner, self._far)
+            check_reads(runner, self._far, self)
         self._use_at_start = self._use_before = self._use()
 
     def take_use(self) -> dict[str, float]:

@@ -11,14 +11,16 @@ tensors that any operation gets:
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter.weights.hooks import FarParameter, reader_of
 from vllm_tiered.errors import UnsupportedError
@@ -95,12 +97,13 @@ class _ReadRecorder(TorchDispatchMode):
             self.found += sorted(names - {*self.found})
 
 
-def check_reads(runner: Any, parameters: Sequence[FarParameter]) -> None:
+def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: BaseOffloader) -> None:
     """Run dummy tokens, and check that modules alone read their offloaded parameters.
 
     Args:
         runner: vLLM's model runner, with the model loaded.
         parameters: the offloaded parameters.
+        offloader: the offloader that loads them, whose own copies are no reads.
 
     Raises:
         UnsupportedError: another place reads or holds a parameter; the message names it.
@@ -108,7 +111,12 @@ def check_reads(runner: Any, parameters: Sequence[FarParameter]) -> None:
     _check_owners(runner.model, parameters)
     recorder = _ReadRecorder(parameters)
     try:
-        with recorder.computing(parameters), _not_compiled(runner), recorder:
+        with (
+            recorder.computing(parameters),
+            _not_compiled(runner),
+            _not_recorded(offloader),
+            recorder,
+        ):
             _run_dummy_tokens(runner)
     except Exception as error:
         # vLLM's own dummy runs come later, in a way that may differ. If they fail, it is said then.
@@ -143,6 +151,24 @@ def _run_dummy_tokens(runner: Any) -> None:
         runner._dummy_run(count, skip_attn=True, is_profile=True)
     else:
         runner._dummy_run(count, is_profile=True)
+
+
+@contextmanager
+def _not_recorded(offloader: BaseOffloader) -> Iterator[None]:
+    """Let the offloader's calls of the hooks run outside of the dispatch mode."""
+    names = ("_wait_for_layer", "_start_prefetch")
+    for name in names:
+        setattr(offloader, name, partial(_call_unrecorded, getattr(offloader, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(offloader, name)
+
+
+def _call_unrecorded(method: Callable[[int], None], position: int) -> None:
+    with _disable_current_modes():
+        method(position)
 
 
 @contextmanager
