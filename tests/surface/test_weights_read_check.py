@@ -131,7 +131,7 @@ def test_models_are_not_compiled_for_it():
 def test_the_offloaders_own_copies_are_no_reads():
     layer = Layer()
 
-    class Offloader(NoopOffloader):
+    class Offloader(NoopOffloader):  # type: ignore[misc]
         def _wait_for_layer(self, layer_idx: int) -> None:
             layer.first.weight.data.copy_(torch.ones(8, 8))
 
