@@ -46,7 +46,7 @@ class ThrottledEngine:
     def prepare(self) -> None:
         """Give the engine's device the link and its measurements the rate, before it starts."""
         from vllm_tiered.adapter import device
-        from vllm_tiered.adapter.weights import kv_sharing, offloader
+        from vllm_tiered.adapter.weights import choosing, kv_sharing, offloader
         from vllm_tiered.devices.base import Direction
         from vllm_tiered.devices.cpu import CpuDevice
 
@@ -54,7 +54,7 @@ class ThrottledEngine:
             throttles = {Direction.READ: self._throttle}
             return CpuDevice(cpus=device.process_cpus(), throttles=throttles)
 
-        measure, measure_machine = offloader.measure_sublayers, kv_sharing.measure_machine
+        measure, measure_machine = choosing.measure_sublayers, kv_sharing.measure_machine
 
         def throttled(device: Any, layers: Any, sublayers: Any, *args: Any, **kwargs: Any) -> Any:
             measured = measure(device, layers, sublayers, *args, **kwargs)
@@ -75,7 +75,7 @@ class ThrottledEngine:
             return replace(machine, curves=throttled_curves(machine.curves, width * self._rate))
 
         offloader.make_device = make_device
-        offloader.measure_sublayers = throttled
+        choosing.measure_sublayers = throttled
         kv_sharing.measure_machine = throttled_machine
 
     def watch(self, llm: Any) -> None:

@@ -56,8 +56,8 @@ def test_shares():
     assert "| `LlamaForCausalLM` | 1 | yes | yes | yes | - | yes |  |" in text
 
 
-def test_weights_are_placed_in_16_bit_alone():
-    rows = [recipe("qwen3", precisions=("fp8",)), recipe("qwen3", precisions=("bf16", "fp8"))]
+def test_weights_are_placed_in_the_formats_that_were_tried():
+    rows = [recipe("qwen3", precisions=("nvfp4",)), recipe("qwen3", precisions=("fp8", "nvfp4"))]
     result = models.summarise(rows, {"qwen3": TAKEN})
     assert (result["weights_share_this_year"], result["kv_share_this_year"]) == (0.5, 1)
 
@@ -68,7 +68,7 @@ def test_a_server_that_the_plugin_refuses_is_counted():
 
 
 def test_real_classes_are_asked():
-    """A hybrid is taken by both model runners; layers that share a KV cache by none."""
+    """A hybrid is taken by both model runners, as are layers that share a KV cache."""
     said: list[str] = []
     settings = models.Settings(families=("llama", "qwen3_next", "gemma4_e"))
     result = models.run(settings, said.append)
@@ -76,7 +76,7 @@ def test_real_classes_are_asked():
     families = result["families"]
     assert families["llama"]["kv"] is families["llama"]["kv_v2"] is None
     assert families["qwen3_next"]["kv"] is families["qwen3_next"]["kv_v2"] is None
-    assert "share another layer" in families["gemma4_e"]["kv"]
+    assert families["gemma4_e"]["kv"] is families["gemma4_e"]["kv_v2"] is None
 
 
 def test_a_process_that_dies_is_an_error(monkeypatch):

@@ -13,7 +13,7 @@ from benchmarks.harness import throttled_engine
 from benchmarks.harness.jobs import EngineSpec
 from benchmarks.harness.throttled_engine import SublayerClock, ThrottledEngine
 from tests.fixtures.rounds import make_round
-from vllm_tiered.adapter.weights import kv_sharing, offloader
+from vllm_tiered.adapter.weights import choosing, kv_sharing, offloader
 from vllm_tiered.adapter.weights.measurements import MeasuredSublayers
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.pages import Pages
@@ -115,8 +115,8 @@ def test_rounds_do_not_share_times():
 
 def test_the_engines_device_has_the_link(monkeypatch):
     # Restored after the test.
-    for name in ("make_device", "measure_sublayers"):
-        monkeypatch.setattr(offloader, name, getattr(offloader, name))
+    monkeypatch.setattr(offloader, "make_device", offloader.make_device)
+    monkeypatch.setattr(choosing, "measure_sublayers", choosing.measure_sublayers)
     monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
     slow = ThrottledEngine(SPEC)
     slow.prepare()
@@ -144,10 +144,10 @@ def test_the_engines_own_measurement_sees_the_rate(monkeypatch):
         times=ComputeTimes(compute=(0.001, 0.5)), link=Link(bytes_per_s=1e9)
     )
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
-    monkeypatch.setattr(offloader, "measure_sublayers", lambda *_: measured)
+    monkeypatch.setattr(choosing, "measure_sublayers", lambda *_: measured)
     monkeypatch.setattr(kv_sharing, "measure_machine", kv_sharing.measure_machine)
     ThrottledEngine(SPEC).prepare()
-    measure: Any = offloader.measure_sublayers
+    measure: Any = choosing.measure_sublayers
     held = measure(None, [Layer()], sublayers, None)
     assert held.times.compute == pytest.approx((2 * HOLD, 0.5))
     assert held.link == measured.link
@@ -162,7 +162,7 @@ def test_so_does_the_machine_that_it_plans_from(monkeypatch):
     )
     found = replace(load_profile("cpu-2core"), curves=curves)
     monkeypatch.setattr(offloader, "make_device", offloader.make_device)
-    monkeypatch.setattr(offloader, "measure_sublayers", offloader.measure_sublayers)
+    monkeypatch.setattr(choosing, "measure_sublayers", choosing.measure_sublayers)
     monkeypatch.setattr(kv_sharing, "measure_machine", lambda *_: found)
     ThrottledEngine(SPEC).prepare()
     measure_machine: Any = kv_sharing.measure_machine

@@ -3,8 +3,9 @@
 
 Usage: pipeline_script.py MODEL PROMPTS_JSON NUM_TOKENS RUNS_JSON
 
-A run has the plugin's section `kv`, the engine's `arguments`, and faults: `walk`, the seed of a
-random walk over the levels, and `flips`, the reads before which the first stage is damaged.
+A run has the plugin's sections `kv` and `weights`, the engine's `arguments`, and faults: `walk`,
+the seed of a random walk over the levels, and `flips`, the reads before which the first stage is
+damaged.
 Prints for each run as a line of JSON: the tokens of two passes, each rank's state, and metrics.
 """
 
@@ -51,7 +52,7 @@ def run(
             walk(monkeypatch, options["walk"])
         if "flips" in options:
             damage_first_stage(monkeypatch, options["flips"])
-        with engine(model, kv, **arguments) as llm:
+        with engine(model, kv, weights=options.get("weights"), **arguments) as llm:
             # vLLM's CPU backend makes the later stages' input buffers in a dummy step, and has none
             # before it serves if nothing is compiled.
             llm.collective_rpc("execute_dummy_batch")
@@ -59,7 +60,12 @@ def run(
             states = llm.collective_rpc("tiered_state")
             is_active = states[0]["kv"]["state"] == "on"
             metrics = {name: metric(f"tiered_{name}") for name in METRICS if is_active}
-    return {"tokens": tokens, "kv": [state["kv"] for state in states], "metrics": metrics}
+    return {
+        "tokens": tokens,
+        "kv": [state["kv"] for state in states],
+        "weights": [state.get("weights") for state in states],
+        "metrics": metrics,
+    }
 
 
 def main() -> None:

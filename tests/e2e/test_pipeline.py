@@ -78,3 +78,12 @@ def test_unequal_stages_are_left_to_vllm() -> None:
     assert found["tokens"] == [expected, expected]
     assert [kv["state"] for kv in found["kv"]] == ["stepped aside"] * 2
     assert all("14 to 16 layers" in kv["reason"] for kv in found["kv"])
+
+
+def test_each_stage_places_the_weights_of_its_layers() -> None:
+    expected = vllm_tokens("deep", PROMPTS, TOKENS)
+    (found,) = serve({"kv": {"enabled": False}, "weights": {"placement": "all_far"}})
+    assert found["tokens"] == [expected, expected]
+    for weights in found["weights"]:
+        assert weights["far_sublayers"] == 2 * 15
+        assert weights["counters"]["weights_read_bytes"] > 0

@@ -22,7 +22,7 @@ from tests.e2e.harness import (
     vllm_tokens,
 )
 from vllm_tiered.adapter import worker_hooks
-from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.adapter.weights import choosing
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.storage import immutable_file
@@ -72,9 +72,9 @@ def test_tokens_equal_with_the_first_start_and_the_second(model, weights, tmp_pa
 
 def test_a_later_start_has_as_many_buffers(tmp_path, monkeypatch) -> None:
     weights = stored(tmp_path, {"placement": "helm", "far_gib": 0.002})
-    monkeypatch.setattr(offloader, "place", lambda *args: replace(place(*args), prefetch_depth=2))
+    monkeypatch.setattr(choosing, "place", lambda *args: replace(place(*args), prefetch_depth=2))
     first = run("opt", PROMPTS, KV_OFF, weights=weights)
-    monkeypatch.setattr(offloader, "place", lambda *args: pytest.fail("the file says"))
+    monkeypatch.setattr(choosing, "place", lambda *args: pytest.fail("the file says"))
     second = run("opt", PROMPTS, KV_OFF, weights=weights)
     assert (
         first.manifest["weights"]["prefetch_depth"]
@@ -173,9 +173,9 @@ def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
     memory = read_host_memory()
     sizes = iter([4 << 20, 3 << 20, 5 << 18])
     monkeypatch.setattr(
-        offloader, "read_host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
+        choosing, "read_host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
     )
-    monkeypatch.setattr(offloader, "FAR_SHARE", 0.5)
+    monkeypatch.setattr(choosing, "FAR_SHARE", 0.5)
     for at_most in (4 << 20, 4 << 20, 5 << 18):
         result = run("opt", PROMPTS, KV_OFF, weights=weights)
         assert result.tokens == vllm_tokens("opt", PROMPTS)
@@ -184,12 +184,12 @@ def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
 
 def test_a_later_release_that_divides_layers_otherwise(tmp_path, monkeypatch) -> None:
     run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
-    original = offloader.sublayers_of
+    original = choosing.sublayers_of
 
     def other(layer, sizes, movable):
         return original(layer, sizes, {name for name in movable if "fc2" not in name})
 
-    monkeypatch.setattr(offloader, "sublayers_of", other)
+    monkeypatch.setattr(choosing, "sublayers_of", other)
     result = run("opt", PROMPTS, KV_OFF, weights=stored(tmp_path))
     assert result.tokens == vllm_tokens("opt", PROMPTS)
 

@@ -13,7 +13,7 @@ from vllm.model_executor.offloader import get_offloader
 from tests.e2e.harness import engine, generate, layers, model_path, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.telemetry import manifest
-from vllm_tiered.adapter.weights import kv_sharing, offloader
+from vllm_tiered.adapter.weights import choosing, kv_sharing, offloader
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.cpu import CpuDevice
@@ -160,7 +160,7 @@ def delayed(monkeypatch):
 def test_delayed_and_poisoned_copies(model, prefetch_depth, delayed, monkeypatch) -> None:
     expected = vllm_tokens(model, PROMPTS)
     monkeypatch.setattr(
-        offloader, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)
+        choosing, "place", lambda *args: replace(place(*args), prefetch_depth=prefetch_depth)
     )
     with engine(model, KV_OFF, weights={"placement": "all_far"}) as llm:
         assert (manifest.current() or {})["weights"]["prefetch_depth"] == prefetch_depth
@@ -272,17 +272,6 @@ def test_a_second_engine_in_the_process_is_refused(placement) -> None:
         pass
 
 
-def test_models_whose_layers_vllm_does_not_build_are_refused(monkeypatch) -> None:
-    # For its compiler, vLLM changes a class of transformers, which later tests use.
-    compiles = "vllm.model_executor.models.transformers.base.support_torch_compile"
-    monkeypatch.setattr(compiles, lambda **_: lambda cls: cls)
-    with (
-        pytest.raises(UnsupportedError, match="does not build its layers where weights can be"),
-        engine("qwen2", KV_OFF, weights={"placement": "helm"}, model_impl="transformers"),
-    ):
-        pass
-
-
 def given(*modules):
     yield from modules
 
@@ -294,12 +283,27 @@ def test_a_second_stack_of_layers_is_refused() -> None:
         tiered.wrap_modules(layers())
 
 
-def test_layers_that_share_parameters_are_refused() -> None:
+def test_a_draft_models_layers_are_left_alone() -> None:
+    tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
+    tiered.wrap_modules(layers())
+    tiered.start()
+    (first, second) = tiered.wrap_modules(layers())
+    for weight in (first.get_parameter("fc1.weight"), second.get_parameter("fc1.weight")):
+        assert weight.untyped_storage().nbytes() == weight.nbytes, "not in a buffer"
+    assert tiered.placement is not None and len(tiered.placement.sublayers) == 2
+    tiered.close()
+
+
+def test_what_layers_share_stays_near() -> None:
     first, second = layers()
     second.fc1 = first.fc1
     tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
-    with pytest.raises(UnsupportedError, match="layers share parameters"):
-        tiered.wrap_modules(given(first, second))
+    tiered.wrap_modules(given(first, second))
+    assert tiered.placement is not None
+    far = {parameter.name for names in tiered.placement.far for parameter in names}
+    assert far == {"fc2.weight", "fc2.bias"}
+    sizes = [sublayer.num_bytes for sublayer in tiered.placement.sublayers]
+    assert sizes == [2 * 65 * 64 * 4, 65 * 64 * 4], "counted once"
 
 
 def test_weights_that_other_modules_read_stay_near() -> None:
@@ -316,7 +320,9 @@ def test_weights_that_other_modules_read_stay_near() -> None:
     assert far == {"fc1.weight", "fc2.weight", "fc2.bias"}
 
 
-def test_parameters_that_are_not_plain_are_refused() -> None:
+def test_parameters_that_are_not_contiguous_stay_near() -> None:
     tiered = TieredOffloader(WeightsConfig(placement="all_far"), model=dict)
-    with pytest.raises(UnsupportedError, match=r"fc2\.weight .* is not contiguous"):
-        tiered.wrap_modules(layers(transposed=True))
+    tiered.wrap_modules(layers(transposed=True))
+    assert tiered.placement is not None
+    far = {parameter.name for names in tiered.placement.far for parameter in names}
+    assert far == {"fc1.weight", "fc1.bias"}

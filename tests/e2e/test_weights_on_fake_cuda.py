@@ -19,8 +19,8 @@ from vllm.model_executor.offloader import get_offloader
 from tests.e2e.harness import engine, generate, random_prompts, run, vllm_tokens
 from tests.fakes.cuda import HeldCompute, SimulatedCudaDevice
 from tests.fakes.graph_pieces import CapturedPiece, compile_as_on_a_gpu
+from vllm_tiered.adapter.weights import choosing, int4_layers, measurements, offloader
 from vllm_tiered.adapter.weights import graphs as weights_graphs
-from vllm_tiered.adapter.weights import int4_layers, measurements, offloader
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.device import CudaDevice
@@ -84,7 +84,7 @@ def test_four_bit_in_the_kernels_layout(on_fake, monkeypatch) -> None:
         return reference.linear(x, compressed, rows, bias_N)
 
     as_on_gpu = packing.ON_GPU._replace(linear=product)
-    for module in (offloaded_weights, int4_layers, offloader):
+    for module in (offloaded_weights, int4_layers, choosing):
         monkeypatch.setattr(module, "packing_for", lambda device: as_on_gpu)
     found = run("opt", PROMPTS, KV_OFF, weights=weights, max_tokens=MAX_TOKENS)
     assert found.tokens == expected

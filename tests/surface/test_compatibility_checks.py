@@ -139,16 +139,12 @@ def test_what_vllm_refuses_with_any_connector_is_left_to_it(
 
 
 WEIGHTS_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "quantization": ({"quantization": "fp8"}, "--quantization fp8"),
     "cpu_offload": ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb 1.0"),
     "cpu_offload:2": ({"offload_group_size": 2}, "--offload-group-size 2"),
     "weight_transfer": (
         {"weight_transfer_config": {"backend": "nccl"}},
         "--weight-transfer-config",
     ),
-    "lora": ({"enable_lora": True}, "--enable-lora"),
-    "pipeline_parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-    "speculative_decoding": ({"spec_method": "ngram"}, "--spec-method ngram"),
     "microbatches": ({"ubatch_size": 2}, "--ubatch-size 2"),
     "sleep_mode": ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
 }
@@ -170,42 +166,108 @@ def test_arguments_that_placed_weights_refuse_before_vllm_does_anything(
         assert part in str(refused.value)
 
 
-WEIGHTS_MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "quantization": ({"quantization": "gptq"}, "org/model (gptq weights)"),
-    "mixture_of_experts": ({"is_moe": True}, "org/model (mixture of experts)"),
-    "hybrid_attention": ({"is_hybrid": True}, "org/model (attention mixed with Mamba"),
-    "attention_free": ({"is_attention_free": True}, "org/model (attention-free)"),
-    "multi_head_latent_attention": (
-        {"use_mla": True},
-        "org/model (multi-head latent attention)",
+PLANNED: dict[str, Any] = {"placement": "throughput", "near_gib": 1}
+DRAFT_MODEL = SimpleNamespace(method="eagle3", draft_model_config=object())
+# By feature: fields of the model, the section `weights`, the speculation, what the message holds.
+WEIGHTS_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
+    "other_quantization": ({"quantization": "torchao"}, {}, None, "org/model (torchao weights)"),
+    "online_quantization": ({"quantization": "fp8"}, {}, None, "--quantization fp8"),
+    "quantization_beside_planned_weights": (
+        {"quantization": "fp8", "quantization_config": {"quant_method": "fp8"}},
+        PLANNED,
+        None,
+        "org/model (fp8 weights)",
     ),
+    "quantization_beside_planned_weights:2": (
+        {"quantization": "fp8", "quantization_config": {"quant_method": "fp8"}},
+        {"placement": "all_far", "compress": "int4"},
+        None,
+        "leave weights.compress out",
+    ),
+    "recurrent_state_beside_planned_weights": ({"is_hybrid": True}, PLANNED, None, "org/model"),
+    "recurrent_state_beside_planned_weights:2": (
+        {"is_attention_free": True},
+        PLANNED,
+        None,
+        "recurrent states do not grow",
+    ),
+    "pipeline_beside_planned_weights": (
+        {"stages": 2},
+        PLANNED,
+        None,
+        "--pipeline-parallel-size 2",
+    ),
+    "drafts_beside_planned_weights": ({}, PLANNED, DRAFT_MODEL, "speculative decoding (eagle3)"),
     "inductor_freezing": (
         {"inductor": {"max_autotune": True}},
+        {},
+        None,
         "inductor_compile_config with max_autotune",
     ),
 }
 
 
+def config_with_weights(changes, weights, speculation=None):
+    fields = {"quantization": None, "is_moe": False, "quantization_config": None, **changes}
+    inductor, quantization = (fields.pop(name, {}) for name in ("inductor", "quantization_config"))
+    config = config_of(fields, speculation)
+    config.model_config.hf_config = SimpleNamespace(quantization_config=quantization)
+    config.compilation_config = SimpleNamespace(inductor_compile_config=inductor)
+    config.additional_config = {"tiered": {"weights": weights}}
+    return config
+
+
 @pytest.mark.parametrize("name", WEIGHTS_MODELS)
 def test_models_that_placed_weights_refuse(name):
-    changes, expected = WEIGHTS_MODELS[name]
-    fields = {"quantization": None, "is_moe": False, **changes}
-    inductor = fields.pop("inductor", {})
-    config = config_of(fields)
-    config.compilation_config = SimpleNamespace(inductor_compile_config=inductor)
+    changes, weights, speculation, expected = WEIGHTS_MODELS[name]
+    config = config_with_weights(changes, weights, speculation)
     with pytest.raises(UnsupportedError, match=r"tiered\.weights\.placement to off") as refused:
         checks.check_vllm_config(Part.WEIGHTS, config)
     assert expected in str(refused.value)
 
 
-def test_a_dense_decoders_weights_are_placed():
-    config = config_of({"quantization": None, "is_moe": False})
-    config.compilation_config = SimpleNamespace(inductor_compile_config={})
-    checks.check_vllm_config(Part.WEIGHTS, config)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_moe": True},
+        {"use_mla": True},
+        {"is_hybrid": True},
+        {"is_attention_free": True},
+        {"stages": 2},
+        *(
+            {"quantization": method, "quantization_config": {"quant_method": method}}
+            for method in ("fp8", "compressed-tensors", "auto_gptq", "awq_marlin", "mxfp4")
+        ),
+    ],
+    ids=str,
+)
+def test_weights_that_are_placed(changes):
+    checks.check_vllm_config(
+        Part.WEIGHTS, config_with_weights(changes, {"placement": "helm"}, DRAFT_MODEL)
+    )
+
+
+def test_ngrams_go_with_planned_weights():
+    ngram = SimpleNamespace(method="ngram", draft_model_config=None)
+    checks.check_vllm_config(Part.WEIGHTS, config_with_weights({}, PLANNED, ngram))
+
+
+def test_devices_that_weights_are_placed_on():
     for device_type in ("cpu", "cuda"):
         checks.check_device(Part.WEIGHTS, device_type)
     with pytest.raises(UnsupportedError, match=r'device is "xpu": set tiered\.weights\.placement'):
         checks.check_device(Part.WEIGHTS, "xpu")
+
+
+def test_mxfp4_is_of_experts_alone():
+    """So a layer's other weights are in 16 bit."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
+
+    linear = LinearBase.__new__(LinearBase)
+    for config in (Mxfp4Config(), GptOssMxfp4Config()):
+        assert isinstance(config.get_quant_method(linear, "a.b"), UnquantizedLinearMethod)
 
 
 FFN_ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {

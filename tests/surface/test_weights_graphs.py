@@ -20,7 +20,7 @@ FAR = WeightsConfig(placement="all_far")
 STORED = WeightsConfig(placement="all_far", storage_path="/ssd")
 
 
-def compiled(**changes: Any) -> Any:
+def compiled(*, is_moe: bool = False, **changes: Any) -> Any:
     """As vLLM leaves its compilation configuration on a GPU, then changed."""
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
     compilation.use_inductor_graph_partition = False
@@ -30,7 +30,8 @@ def compiled(**changes: Any) -> Any:
     compilation.max_cudagraph_capture_size = 4
     for name, value in changes.items():
         setattr(compilation, name, value)
-    return SimpleNamespace(compilation_config=compilation)
+    model_config = SimpleNamespace(is_moe=is_moe)
+    return SimpleNamespace(compilation_config=compilation, model_config=model_config)
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE"])
@@ -65,6 +66,16 @@ def test_what_cannot_be_cut_is_not_captured(case, caplog):
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
     assert not compilation.cudagraph_capture_sizes and not compilation.max_cudagraph_capture_size
     assert why in caplog.text
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_a_mixture_is_captured_around_slots_alone(has_slots, caplog):
+    """Its shared experts wait within vLLM's op for it, which is split off only for slots."""
+    config = compiled(is_moe=True)
+    weights_graphs.partition_graphs(FAR, config, has_slots=has_slots)
+    mode = config.compilation_config.cudagraph_mode
+    assert mode == (CUDAGraphMode.PIECEWISE if has_slots else CUDAGraphMode.NONE)
+    assert ("shared experts wait" in caplog.text) != has_slots
 
 
 def test_breakable_graphs_are_not_captured(monkeypatch, caplog):

@@ -218,7 +218,8 @@ def _check_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
 def _adjust_vllm_config(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     """Adjust `vllm_config` to what the configured parts need."""
     if config.weights.places and device_type() == "cuda":
-        weights_graphs.partition_graphs(config.weights, vllm_config)
+        has_slots = config.experts.is_used
+        weights_graphs.partition_graphs(config.weights, vllm_config, has_slots=has_slots)
     if config.ffn.is_used:
         split_at_ffn(vllm_config)
     if config.experts.is_used and device_type() == "cuda":

@@ -250,6 +250,16 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "refusing a model before its weights are loaded",
     ),
     (
+        "vllm.model_executor.model_loader.base_loader",
+        ("initialize_model(vllm_config=, model_config=, prefix=)",),
+        "placing weights",
+    ),
+    (
+        "vllm.model_executor.model_loader.base_loader.BaseModelLoader",
+        ("load_model(vllm_config=, model_config=)",),
+        "placing weights",
+    ),
+    (
         "vllm.v1.worker.utils",
         ("select_common_block_size(kv_manager_block_size, backends, kv_cache_specs)",),
         "leaving KV caches to vLLM",

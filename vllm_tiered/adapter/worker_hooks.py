@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from vllm_tiered.adapter import compat
-from vllm_tiered.adapter.checkpoint import (
-    check_single_checkpoint,
-    checkpoint_fingerprint,
-    describe_checkpoint,
-)
+from vllm_tiered.adapter.checkpoint import checkpoint_fingerprint, describe_checkpoint
 from vllm_tiered.adapter.ffn import modules as ffn_modules
 from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.kv import obstacles, warm_up
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
+from vllm_tiered.adapter.weights import loading
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
 from vllm_tiered.config import ROOT_KEY, TieredConfig
@@ -73,6 +70,8 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         compat.wrap_once(
             UnquantizedEmbeddingMethod, "process_weights_after_loading", _process_embedding
         )
+        if config.weights.places:
+            loading.install()
         _wrap_runners(is_second=wrapper.vllm_config.use_v2_model_runner)
     if _has_quantized_experts(wrapper.vllm_config) and compat.device_type() == "cpu":
         from vllm_tiered.adapter.experts import int4
@@ -304,6 +303,8 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             rank=parallel.rank,
             num_ranks=parallel.world_size,
             model=partial(describe_checkpoint, vllm_config),
+            is_elsewhere=_is_in_slots,
+            elsewhere_bytes=_far_bytes_of_experts,
         )
     else:
         offloader = original(*args, **kwargs)
@@ -347,10 +348,32 @@ def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     experts = _begin_experts(runner.vllm_config)
     if experts is None:
         _load_parts(original, runner, *args, **kwargs)
-        return
-    with immediate_release():
-        _load_parts(original, runner, *args, **kwargs)
-        experts.finish(runner.model)
+    else:
+        with immediate_release():
+            _load_parts(original, runner, *args, **kwargs)
+            experts.finish(runner.model)
+    _check_reads(runner)
+
+
+def _check_reads(runner: Any) -> None:
+    """Check where far weights are read, once all parts of the engine have started."""
+    from vllm.model_executor.offloader import get_offloader
+
+    offloader = get_offloader()
+    if isinstance(offloader, TieredOffloader) and not offloader.is_checked:
+        offloader.check_reads(runner)
+
+
+def _is_in_slots(module: Any) -> bool:
+    """Return whether the engine whose model is being built keeps a module's experts in slots."""
+    engine = _experts_of_this_model()
+    return engine is not None and engine.keeps(module)
+
+
+def _far_bytes_of_experts() -> int:
+    """Return the far memory that the experts of the engine's model are going to take."""
+    engine = _experts_of_this_model()
+    return 0 if engine is None else engine.far_bytes
 
 
 def _load_parts(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -368,13 +391,7 @@ def _load_parts(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         offloader.post_init()
         return
     try:
-        if not offloader.is_used:
-            raise UnsupportedError(
-                f"{type(runner.model).__name__} does not build its layers where weights can be "
-                "placed (vLLM's Transformers backend does not): set weights.placement=off"
-            )
-        if offloader.stores:
-            check_single_checkpoint(runner.model)
+        loading.start_streaming(runner.model)  # a loader may load a model in its own way
         offloader.post_init()
     except BaseException:
         offloader.close()  # removes a partly written file

@@ -28,7 +28,7 @@ PARAMETER_ALIGNMENT = 256
 
 
 class Kind(Enum):
-    """Kind of a sublayer: attention or FFN."""
+    """Kind of a sublayer: attention, or what is in its place, or FFN."""
 
     ATTENTION = "attention"
     FFN = "ffn"
@@ -203,6 +203,8 @@ def assign_extents(sizes: Sequence[tuple[int, int]], prefetch_depth: int = 1) ->
 # Parameters by their names --------------------------------------------------------------
 
 _NORM_WORDS = ("norm", "ln_", "layernorm")
+_ATTENTION_WORDS = ("attn", "attention")
+_MIXER_WORDS = ("mamba", "mixer", "conv", "ssm")
 _FFN_FIRST_WORDS = ("fc1", "gate_up_proj", "h_to_4h", "dense_h", "gate_proj", "up_proj", "c_fc")
 _FFN_SECOND_WORDS = ("fc2", "down_proj", "4h_to_h", "c_proj")
 
@@ -232,11 +234,18 @@ def sublayers_of(
 
 
 def _kind(name: str) -> Kind:
-    """Return the kind of a parameter's sublayer; ``post_attention_layernorm`` is in the FFN."""
+    """Return the kind of a parameter's sublayer; ``post_attention_layernorm`` is in the FFN.
+
+    A recurrent layer or a convolution over tokens is in the place of attention.
+    """
     if _is_norm(name):
         is_first = any(word in name for word in ("input", "attn", "ln_1"))
         return Kind.ATTENTION if is_first else Kind.FFN
-    return Kind.ATTENTION if "attn" in name or "attention" in name else Kind.FFN
+    if any(word in name for word in _ATTENTION_WORDS):
+        return Kind.ATTENTION
+    if any(word in name for word in (*_FFN_FIRST_WORDS, *_FFN_SECOND_WORDS)):
+        return Kind.FFN
+    return Kind.ATTENTION if any(word in name for word in _MIXER_WORDS) else Kind.FFN
 
 
 def _is_norm(name: str) -> bool:

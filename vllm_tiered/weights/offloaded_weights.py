@@ -25,13 +25,13 @@ class OffloadedParameter(NamedTuple):
     """Parameter in far memory or on storage.
 
     Attributes:
-        parameter: the model's parameter.
+        parameter: the model's parameter, or a buffer with weights.
         num_bytes: bytes in its tier and in the weight buffer.
         is_compressed: whether it is kept there in 4 bit (:mod:`~vllm_tiered.weights.int4`). A
             compressed parameter is loaded to separate memory and compressed after loading.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     num_bytes: int
     is_compressed: bool = False
 
@@ -67,6 +67,7 @@ class OffloadedWeights:
         near_device: torch device of the weight buffers.
         store: file of the stored parameters; None if there are none.
         prefetch_depth: offloaded sublayers in transfer while one computes.
+        is_loaded: whether the parameters are loaded already, into separate memory.
 
     Attributes:
         far_bytes: bytes of far memory.
@@ -83,6 +84,8 @@ class OffloadedWeights:
         near_device: torch.device,
         store: WeightStore | None = None,
         prefetch_depth: int = 1,
+        *,
+        is_loaded: bool = False,
     ) -> None:
         self._device = device
         self._prefetch_depth = prefetch_depth
@@ -99,7 +102,7 @@ class OffloadedWeights:
         stored_bytes = sum(stored for _, stored in sizes)
         drafted = store.memory(stored_bytes // BUFFER_ALIGNMENT) if store else None
         self._views = list(self._assign_views(drafted))
-        self._load_to_tiers()
+        self._move_to_tiers(is_loaded=is_loaded)
 
     def start_streaming(self) -> WeightBufferPool:
         """Make the parameters views of their weight buffers, and return the pool that loads them.
@@ -121,10 +124,15 @@ class OffloadedWeights:
         pool.start()
         return pool
 
-    def _load_to_tiers(self) -> None:
-        """Let the loader write parameters to their tier; compressed ones keep separate memory."""
+    def _move_to_tiers(self, *, is_loaded: bool) -> None:
+        """Let the loader write parameters to their tier; compressed ones keep separate memory.
+
+        What is loaded already is copied. Each parameter's memory is free when it is.
+        """
         for offloaded, in_tier, in_buffer in self._views:
             if in_tier is in_buffer or not offloaded.is_compressed:
+                if is_loaded and in_tier is not in_buffer:
+                    in_tier.copy_(offloaded.parameter.data)
                 offloaded.parameter.data = in_tier
 
     def _move_to_buffers(self) -> None:
@@ -163,12 +171,19 @@ def _aligned_bytes(parameters: Sequence[OffloadedParameter]) -> int:
 def _consecutive_views(
     parameters: Sequence[OffloadedParameter], memory: torch.Tensor, first_page: int
 ) -> list[torch.Tensor]:
-    """Return consecutive views of the parameters, beginning at a page."""
+    """Return consecutive views of the parameters, beginning at a page.
+
+    A parameter's strides are kept: kernels may read a matrix by columns. Its elements fill its
+    memory without gaps.
+    """
     flat = memory.view(-1)
     offset = first_page * BUFFER_ALIGNMENT
     views = []
     for parameter, num_bytes, is_compressed in parameters:
         raw = flat[offset : offset + num_bytes]
-        views.append(raw if is_compressed else raw.view(parameter.dtype).view(parameter.shape))
+        typed = raw if is_compressed else raw.view(parameter.dtype)
+        views.append(
+            typed if is_compressed else typed.as_strided(parameter.shape, parameter.stride())
+        )
         offset += align(num_bytes, PARAMETER_ALIGNMENT)
     return views

@@ -111,8 +111,24 @@ LAYERS = {
         ("mlp.c_proj.weight", Kind.FFN, Role.MATRIX),
     ],
     "unknown": [
-        ("mixer.a.weight", Kind.FFN, Role.FFN_FIRST),
-        ("mixer.b.weight", Kind.FFN, Role.MATRIX),
+        ("block.a.weight", Kind.FFN, Role.FFN_FIRST),
+        ("block.b.weight", Kind.FFN, Role.MATRIX),
+    ],
+    "granite_hybrid": [
+        ("mamba.in_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("mamba.conv1d.weight", Kind.ATTENTION, Role.MATRIX),
+        ("shared_mlp.input_linear.weight", Kind.FFN, Role.FFN_FIRST),
+        ("shared_mlp.output_linear.weight", Kind.FFN, Role.MATRIX),
+    ],
+    "nemotron_h": [
+        ("mixer.in_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("mixer.up_proj.weight", Kind.FFN, Role.FFN_FIRST),
+        ("mixer.down_proj.weight", Kind.FFN, Role.MATRIX),
+    ],
+    "lfm2": [
+        ("short_conv.in_proj.weight", Kind.ATTENTION, Role.MATRIX),
+        ("feed_forward.w1.weight", Kind.FFN, Role.FFN_FIRST),
+        ("feed_forward.w2.weight", Kind.FFN, Role.MATRIX),
     ],
 }
 

@@ -44,3 +44,15 @@ def model_is(flag: str, description: str) -> Finder:
         return f"{model_config.model} ({description})" if getattr(model_config, flag) else None
 
     return find
+
+
+def quantized_checkpoint(vllm_config: Any) -> str | None:
+    """Find a model with quantized weights."""
+    method = vllm_config.model_config.quantization
+    return None if method is None else f"{vllm_config.model_config.model} ({method} weights)"
+
+
+def speculation(vllm_config: Any) -> str | None:
+    """Find speculative decoding."""
+    config = vllm_config.speculative_config
+    return None if config is None else f"speculative decoding ({config.method})"

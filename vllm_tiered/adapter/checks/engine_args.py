@@ -70,10 +70,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=_find_quantization,
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="quantized layers keep their weights in tensors of their own, made after "
-                "loading",
-            ),
             Part.FFN: Conflict(
                 reason="the store has the weights of the checkpoint it was prepared from",
             ),
@@ -111,9 +107,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=is_set(enable_lora="--enable-lora"),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="adapters are added to weights by modules that would not wait for them",
-            ),
             Part.EXPERTS: Conflict(
                 reason="adapters belong to experts, and a slot has another one from step to step",
             ),
@@ -130,11 +123,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
             spec_tokens="--spec-tokens",
         ),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="the draft model's layers run outside the order in which sublayers are "
-                "loaded",
-                remedy="leave speculative decoding out",
-            ),
             Part.EXPERTS: _DRAFT_EXPERTS,
             Part.FFN: Conflict(
                 reason="the draft model's layers would be looked for in the target's store",
@@ -158,11 +146,6 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="option",
         find=above_one("pipeline_parallel_size", "--pipeline-parallel-size"),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="a stage holds only some of the layers, and sublayers are loaded in the "
-                "order of all",
-                remedy="use --tensor-parallel-size instead",
-            ),
             Part.EXPERTS: Conflict(
                 reason="near memory is divided by the layers of one stage",
                 remedy="use --tensor-parallel-size instead",

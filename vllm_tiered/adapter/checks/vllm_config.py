@@ -5,7 +5,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
-from vllm_tiered.adapter.checks.conditions import model_is
+from vllm_tiered.adapter.checks.conditions import model_is, quantized_checkpoint, speculation
+from vllm_tiered.adapter.checks.weights import WEIGHTS_CHECKS
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 
 if TYPE_CHECKING:
@@ -22,22 +23,10 @@ def _find_pooling(vllm_config: Any) -> str | None:
     return None if runner_type == "generate" else f"runner type {runner_type!r}"
 
 
-def _find_quantized_checkpoint(vllm_config: Any) -> str | None:
-    method = vllm_config.model_config.quantization
-    return None if method is None else f"{vllm_config.model_config.model} ({method} weights)"
-
-
-def _find_speculation(vllm_config: Any) -> str | None:
-    speculation = vllm_config.speculative_config
-    return None if speculation is None else f"speculative decoding ({speculation.method})"
-
-
 def _find_drafts_in_a_pipeline(vllm_config: Any) -> str | None:
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    speculation = _find_speculation(vllm_config)
-    return (
-        None if num_stages == 1 or speculation is None else f"{speculation} on {num_stages} stages"
-    )
+    drafts = speculation(vllm_config)
+    return None if num_stages == 1 or drafts is None else f"{drafts} on {num_stages} stages"
 
 
 def _find_unequal_stages(vllm_config: Any) -> str | None:
@@ -54,12 +43,6 @@ def _find_unequal_stages(vllm_config: Any) -> str | None:
     return (
         f"--pipeline-parallel-size {num_stages}, with stages of {counts[0]} to {counts[-1]} layers"
     )
-
-
-def _find_inductor_freezing(vllm_config: Any) -> str | None:
-    options = vllm_config.compilation_config.inductor_compile_config
-    found = next((key for key in ("freezing", "max_autotune") if options.get(key)), None)
-    return None if found is None else f"inductor_compile_config with {found}"
 
 
 def _find_single_rank(vllm_config: Any) -> str | None:
@@ -100,12 +83,8 @@ def _find_captured_kv_updates(vllm_config: Any) -> str | None:
     return "a --compilation-config that does not split graphs at KV updates"
 
 
-_PARAMETERS_READ_ELSEWHERE = Conflict(
-    reason="its layers read parameters outside the modules that own them",
-    remedy="serve it without placing weights",
-)
-
 VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
+    *WEIGHTS_CHECKS,
     CompatibilityCheck(
         feature="pooling",
         kind="model",
@@ -120,13 +99,8 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
         feature="quantization",
         kind="model",
-        find=_find_quantized_checkpoint,
+        find=quantized_checkpoint,
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="quantized layers keep their weights in tensors of their own, made after "
-                "loading",
-                remedy="serve the 16-bit checkpoint",
-            ),
             Part.FFN: Conflict(
                 reason="a neuron store holds weights in 16 or 32 bit",
                 remedy="serve and prepare the 16-bit checkpoint",
@@ -138,10 +112,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         kind="model",
         find=model_is("is_moe", "mixture of experts"),
         conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="a step needs only some experts, and a sublayer is loaded as a whole",
-                remedy="serve it without placing weights",
-            ),
             Part.FFN: Conflict(
                 reason="its FFNs are experts, of which a step computes a few as a whole",
                 remedy="serve it without",
@@ -168,7 +138,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="it has no KV cache",
                 remedy="serve it without the plugin",
             ),
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
             Part.FFN: Conflict(
                 reason="its steps cannot be told from vLLM's dummy steps, which is done by their "
                 "attention metadata",
@@ -177,26 +146,10 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
         },
     ),
     CompatibilityCheck(
-        feature="hybrid_attention",
-        kind="model",
-        find=model_is("is_hybrid", "attention mixed with Mamba or linear attention"),
-        conflicts={
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
-        },
-    ),
-    CompatibilityCheck(
-        feature="multi_head_latent_attention",
-        kind="model",
-        find=model_is("use_mla", "multi-head latent attention"),
-        conflicts={
-            Part.WEIGHTS: _PARAMETERS_READ_ELSEWHERE,
-        },
-    ),
-    CompatibilityCheck(
         # A model may bring its draft model along, without any flag.
         feature="speculative_decoding",
         kind="option",
-        find=_find_speculation,
+        find=speculation,
         conflicts={
             Part.EXPERTS: Conflict(
                 reason="near memory is divided before the draft model's experts are known",
@@ -240,17 +193,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
             Part.KV: Conflict(
                 reason="CUDA graphs would write new KV before a layer's pages are there",
                 remedy="leave it out",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="inductor_freezing",
-        kind="option",
-        find=_find_inductor_freezing,
-        conflicts={
-            Part.WEIGHTS: Conflict(
-                reason="it builds the weights into the compiled model, and the contents of a "
-                "weight buffer change",
             ),
         },
     ),

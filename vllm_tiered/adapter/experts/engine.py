@@ -107,6 +107,15 @@ class ExpertsEngine:
         """Return whether these experts belong to the engine with ``context``."""
         return self._context is context
 
+    @property
+    def far_bytes(self) -> int:
+        """Far memory of the layers that were built so far."""
+        return self._far_bytes
+
+    def keeps(self, module: torch.nn.Module) -> bool:
+        """Return whether a module's experts are kept here."""
+        return any(one.layer is module for one in self._layers)
+
     # A layer's life ---------------------------------------------------------------------
 
     def adopt(self, layer: Any) -> None:

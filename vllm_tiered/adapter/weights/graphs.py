@@ -34,16 +34,28 @@ SPLITTING_OPS = ("vllm::wait_prefetch", "vllm::start_prefetch")
 PLACEMENT_KEY = "tiered_placement"
 
 
-def partition_graphs(config: WeightsConfig, vllm_config: "VllmConfig") -> None:
+def partition_graphs(
+    config: WeightsConfig, vllm_config: "VllmConfig", *, has_slots: bool = False
+) -> None:
     """Make vLLM capture only the pieces between waits for weights, or nothing, and log which.
 
     Graphs of whole decode steps are never captured.
+
+    Args:
+        config: the placement.
+        vllm_config: the engine's configuration, which is changed.
+        has_slots: whether graphs are split at mixtures of experts, too (`tiered.experts`).
     """
     compilation = vllm_config.compilation_config
     before = compilation.cudagraph_mode
     if not before:
         return
     reason = _why_none(config, compilation)
+    if vllm_config.model_config.is_moe and not has_slots:
+        reason = (
+            "shared experts wait for their weights within vLLM's op for a mixture; with "
+            "tiered.experts.near_gib, graphs are split there"
+        )
     if reason is not None:
         cuda_graphs.disable_cuda_graphs(compilation)
         logger.warning("tiered weights: no CUDA graphs (%s would be captured): %s", before, reason)

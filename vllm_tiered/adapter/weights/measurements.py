@@ -7,7 +7,7 @@ GEMMs of the smallest and the largest matrix by rows, and the contention of copi
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +92,7 @@ def measure_sublayers(
     compressed: Sequence[Collection[str]],
     storage_folder: Path | None = None,
     num_tokens: int = 1,
+    known_seconds: Sequence[Mapping[str, float]] | None = None,
 ) -> MeasuredSublayers:
     """Measure each link once, and the GEMM of each distinct shape, in a second or two.
 
@@ -105,17 +106,21 @@ def measure_sublayers(
         compressed: for each layer, the matrices that will be in 4 bit.
         storage_folder: folder of the file of stored weights; None if there is none.
         num_tokens: number of activation rows.
+        known_seconds: for each layer, times by the names of parameters; None to measure them.
     """
-    by_name = matrices_of(layers, compressed)
-    seconds = {
-        matrix: _seconds(matrix, [num_tokens], near_device)[0]
-        for matrix in {matrix for layer in by_name for matrix in layer.values()}
-    }
+    if known_seconds is None:
+        by_name = matrices_of(layers, compressed)
+        seconds = {
+            matrix: _seconds(matrix, [num_tokens], near_device)[0]
+            for matrix in {matrix for layer in by_name for matrix in layer.values()}
+        }
+        known_seconds = [
+            {name: seconds[matrix] for name, matrix in layer.items()} for layer in by_name
+        ]
     compute = tuple(
         math.fsum(
-            seconds[by_name[sublayer.layer][parameter.name]]
+            known_seconds[sublayer.layer].get(parameter.name, 0.0)
             for parameter in sublayer.parameters
-            if parameter.name in by_name[sublayer.layer]
         )
         for sublayer in sublayers
     )
@@ -193,7 +198,7 @@ def matrices_of(
         {
             name: Matrix((p.shape[0], p.shape[1]), p.dtype, name in names)
             for name, p in layer.named_parameters()
-            if p.ndim == 2
+            if p.ndim == 2 and p.is_floating_point()
         }
         for layer, names in zip(layers, compressed, strict=True)
     ]

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints in far memory: what vLLM's kernels read is what they would read near."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops as vllm_ops
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e import harness
+from tests.e2e.harness import AVX512, Tokens, engine, generate, random_prompts, run, vllm_tokens
+from tests.fakes.devices import DelayedDevice
+from tests.fixtures.quantized_checkpoints import FORMATS, quantized_model_dir
+from vllm_tiered.adapter.weights import choosing, offloader, quantized
+from vllm_tiered.adapter.weights.graphs import PLACEMENT_KEY
+from vllm_tiered.errors import BudgetError, UnsupportedError
+
+PROMPTS = random_prompts(4, seed=5)
+KV_OFF = {"enabled": False}
+FP8 = ("fp8", "compressed_fp8")
+DTYPES = {form: "bfloat16" for form in ("fp8", "gptq", "awq")}
+DTYPES |= dict.fromkeys(("compressed_fp8", "compressed_int4", "compressed_int4_asym"), "float32")
+"""vLLM takes some of the formats in 16 bit alone."""
+
+INT4 = ("gptq", "awq", "compressed_int4", "compressed_int4_asym")
+PLACEMENTS = ({"placement": "all_far"}, {"placement": "helm"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for form in FORMATS:
+        folder = tmp_path_factory.mktemp(form)
+        harness.PATHS[f"qwen2-{form}"] = str(quantized_model_dir("qwen2", form, folder))
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    """Delay copies, and fill weight buffers with 0xFF before each."""
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.002))
+
+
+@pytest.fixture
+def reference_ops(monkeypatch):
+    """Stand in for vLLM's ops that its build for this processor may not have."""
+    monkeypatch.setattr(vllm_ops, "cpu_gemm_wna16", gemm_wna16)
+    monkeypatch.setattr(vllm_ops, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide by a scale and round to FP8, as vLLM does to join matrices of several scales."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (input.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+
+def gemm_wna16(
+    input: torch.Tensor,
+    q_weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    pack_factor: int,
+    isa_hint: str,
+) -> torch.Tensor:
+    """Multiply as vLLM's op does, with weights in blocks of 16 rows by columns.
+
+    Args:
+        q_weight: [N / 16, K * 16 / 8] of 8 codes each.
+        scales: [G, N].
+        zeros: [G, N / 8] of 8 codes each; None for 8.
+    """
+    del pack_factor, isa_hint
+    groups, num_rows = scales.shape
+    words_KW = q_weight.view(num_rows // 16, -1, 2).permute(1, 0, 2).reshape(-1, num_rows // 8)
+    codes_KN = unpack(words_KW)
+    group = len(codes_KN) // groups
+    zeros_GN = torch.full_like(scales, 8.0) if zeros is None else unpack(zeros).to(scales.dtype)
+    shifted = codes_KN.to(scales.dtype) - zeros_GN.repeat_interleave(group, 0)
+    weight_KN = shifted * scales.repeat_interleave(group, 0)
+    product = input @ weight_KN.to(input.dtype)
+    return product if bias is None else product + bias.to(input.dtype)
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """Return the 8 codes of each int32 of the last dimension."""
+    shifts = 4 * torch.arange(8, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).flatten(-2)
+
+
+def expected_tokens(form: str) -> Tokens:
+    """Return vLLM's tokens in float32; in 16 bit those with the plugin and all weights near.
+
+    With the plugin the head is not packed on the CPU, which rounds otherwise in 16 bit.
+    """
+    if DTYPES[form] == "float32":
+        return vllm_tokens(f"qwen2-{form}", PROMPTS)
+    near = {"placement": "flexgen", "percents": [100, 0, 0]}
+    return run(f"qwen2-{form}", PROMPTS, KV_OFF, weights=near, dtype=DTYPES[form]).tokens
+
+
+def check_far(form: str, weights: dict[str, Any], expected: Tokens) -> None:
+    with engine(f"qwen2-{form}", KV_OFF, weights=weights, dtype=DTYPES[form]) as llm:
+        assert generate(llm, PROMPTS) == expected
+        keys = llm.llm_engine.vllm_config.additional_config
+        assert PLACEMENT_KEY in keys, "compiled code is kept by the placement, chosen late"
+        placed = get_offloader()
+        assert placed.is_checked and placed.placement.policy == weights["placement"]
+        assert len(placed.placement.extents) == 2 * 4
+        moved = {one.leaf for one in placed._far}
+        assert any("weight" in name for name in moved), "packed weights are far"
+        assert placed.buffer_pool.num_misses == 0
+        placed.buffer_pool.check_integrity()
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda one: one["placement"])
+@pytest.mark.parametrize("form", FP8)
+def test_fp8(form, weights, delayed, reference_ops) -> None:
+    """With PyTorch's kernels, which read a matrix by columns."""
+    check_far(form, weights, expected_tokens(form))
+
+
+def test_a_plan_for_latency_times_the_loaded_layers() -> None:
+    near_gib = 0.0015
+    weights = {"placement": "latency", "near_gib": near_gib}
+    result = run("qwen2-compressed_fp8", PROMPTS, KV_OFF, weights=weights)
+    assert result.tokens == expected_tokens("compressed_fp8")
+    stated = result.manifest["weights"]
+    assert stated["near_bytes"] + stated["buffer_bytes"] <= near_gib * 2**30
+    assert stated["far_bytes"] > 0
+    assert stated["expected_step"]["seconds"] > 0
+
+
+def test_a_file_has_what_the_kernel_reads(tmp_path: Path, monkeypatch) -> None:
+    """It is of the kernel, too: another one may read other bytes of the same shape."""
+    weights = {**PLACEMENTS[0], "storage_path": str(tmp_path), "far_gib": 0}
+    expected = expected_tokens("compressed_fp8")
+    changes = []
+    for kernel in (None, None, "Other"):
+        if kernel is not None:
+            monkeypatch.setattr(choosing, "kernel_name", lambda module, name=kernel: name)
+        result = run("qwen2-compressed_fp8", PROMPTS, KV_OFF, weights=weights)
+        assert result.tokens == expected
+        stated = result.manifest["weights"]
+        assert stated["storage_bytes"] > 0 == stated["far_bytes"]
+        changes.append(next(tmp_path.glob("*.weights")).stat().st_mtime_ns)
+    assert changes[0] == changes[1] != changes[2]
+
+
+def test_too_little_host_memory_is_an_error_before_anything_is_loaded(monkeypatch) -> None:
+    memory = replace(offloader.read_host_memory(), available_bytes=1 << 20)
+    monkeypatch.setattr(offloader, "read_host_memory", lambda: memory)
+    with (
+        pytest.raises(BudgetError, match=r"take 2.* MiB of host memory .* has 1\.00 MiB"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=PLACEMENTS[0]),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_too_little_near_memory_is_an_error_with_the_numbers() -> None:
+    weights = {"placement": "helm", "near_gib": 0.0002}
+    with (
+        pytest.raises(BudgetError, match=r"of the layers near .* weights\.near_gib allows"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=weights),
+    ):
+        pytest.fail("the engine started")
+
+
+@pytest.mark.slow
+def test_compiled(reference_ops) -> None:
+    """In 4 bit: of FP8 compiled for this processor, vLLM alone gives one token for ever."""
+    expected = expected_tokens("compressed_int4")
+    name = "qwen2-compressed_int4"
+    with engine(name, KV_OFF, weights=PLACEMENTS[0], enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert get_offloader().buffer_pool.num_misses < 10, "the order of the layers is kept"
+
+
+@pytest.mark.parametrize("form", INT4)
+def test_int4_with_a_reference_gemm(form, delayed, reference_ops) -> None:
+    """vLLM's loading and packing, with a GEMM of ours in both engines."""
+    check_far(form, PLACEMENTS[0], expected_tokens(form))
+
+
+@AVX512
+@pytest.mark.parametrize("form", INT4)
+def test_int4(form, delayed) -> None:
+    check_far(form, PLACEMENTS[0], expected_tokens(form))
+
+
+def test_damaged_far_bytes_change_the_tokens() -> None:
+    """Comparisons of tokens detect wrong bytes of one far sublayer."""
+    expected = vllm_tokens("qwen2-compressed_fp8", PROMPTS)
+    with engine("qwen2-compressed_fp8", KV_OFF, weights=PLACEMENTS[0]) as llm:
+        assert generate(llm, PROMPTS) == expected
+        weights = get_offloader()._weights
+        extent = weights._extents[1]
+        far = weights._far.data[extent.far_page : extent.far_page + extent.num_far_pages]
+        far.copy_(far.flip(0).flip(1))
+        assert generate(llm, PROMPTS) != expected
+
+
+# What cannot be placed ------------------------------------------------------------------
+
+
+def test_a_kernel_that_keeps_weights_is_refused_by_its_name() -> None:
+    with (
+        pytest.raises(UnsupportedError, match=r"CPUInt8ScaledMMLinearKernel keeps the weights of "),
+        engine("qwen2-compressed_int8", KV_OFF, weights={"placement": "all_far"}),
+    ):
+        pytest.fail("the engine started")
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"placement": "throughput", "near_gib": 1}, {"placement": "all_far", "compress": "int4"}],
+    ids=["throughput", "int4"],
+)
+def test_plans_and_compression_are_refused_before_the_start(weights) -> None:
+    with (
+        pytest.raises(UnsupportedError, match="only when they are loaded"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=weights, kv_cache_memory_bytes=None),
+    ):
+        pytest.fail("the engine started")
+
+
+def test_quantizing_while_loading_is_refused_before_the_start() -> None:
+    with (
+        pytest.raises(UnsupportedError, match=r"quantizes a layer's tensors .* while it loads"),
+        engine("qwen2", KV_OFF, weights=PLACEMENTS[0], quantization="fp8", dtype="bfloat16"),
+    ):
+        pytest.fail("the engine started")
+
+
+# The tensors of a layer -----------------------------------------------------------------
+
+
+class Method:
+    """A quantization method that may keep a tensor, as some kernels do."""
+
+    def __init__(self, kept: object) -> None:
+        self.kernel = lambda: kept
+
+
+Method.__module__ = "vllm.test"  # whose objects are looked into
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_tensor_that_a_kernel_keeps_does_not_move(is_kept) -> None:
+    layer = torch.nn.Module()
+    weight, scale = torch.zeros(64, 64), torch.zeros(64, 32)
+    layer.weight = torch.nn.Parameter(weight)
+    layer.register_buffer("scale", scale)
+    layer.register_buffer("small", torch.zeros(4))
+    layer.register_buffer("strided", torch.zeros(64, 128)[:, ::2])
+    vars(layer)["quant_method"] = Method(scale.t() if is_kept else None)
+    assert quantized.movable_tensors(layer) == ({"weight"} if is_kept else {"weight", "scale"})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_dense"),
+    [
+        (torch.zeros(4, 6), True),
+        (torch.zeros(4, 6).t(), True),
+        (torch.zeros(2, 3, 4).permute(2, 0, 1), True),
+        (torch.zeros(4, 1, 6).transpose(0, 1), True),
+        (torch.zeros(4, 6)[:, :5], False),
+        (torch.zeros(4, 1).expand(4, 6), False),
+        (torch.zeros(0, 6), False),
+    ],
+)
+def test_dense(tensor, is_dense) -> None:
+    assert quantized.is_dense(tensor) == is_dense

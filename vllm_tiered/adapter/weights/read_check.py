@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that offloaded weights are read in no other place than their own module's call.
+
+A weight buffer has the bytes of one sublayer after another. Who reads an offloaded parameter
+outside of its module's call, which waits for the weights, computes with another sublayer's. Nothing
+would fail. So each start runs a few dummy tokens through the model, not compiled, and looks at all
+tensors that any operation gets:
+
+    in a weight buffer, and of the module that computes       as it should be
+    in a weight buffer, and of no module that computes        an error that names the parameter
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from vllm.model_executor.offloader.base import BaseOffloader
+
+from vllm_tiered.adapter.weights.hooks import FarParameter, reader_of
+from vllm_tiered.errors import UnsupportedError
+
+logger = logging.getLogger("vllm.tiered")
+
+NUM_TOKENS = 8
+"""Number of dummy tokens, unless a step may have fewer."""
+
+
+class _Range(NamedTuple):
+    """Addresses of an offloaded parameter in its weight buffer."""
+
+    begin: int
+    end: int
+    parameter: FarParameter
+
+    def contains(self, address: int) -> bool:
+        return self.begin <= address < self.end
+
+
+class _ReadRecorder(TorchDispatchMode):
+    """Records the parameters that operations read while their module does not compute.
+
+    Attributes:
+        found: names of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[FarParameter]) -> None:
+        super().__init__()
+        self._ranges = [_range_of(one) for one in parameters]
+        self._memory = {one.parameter.untyped_storage().data_ptr() for one in parameters}
+        self._computing: list[nn.Module] = []
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _makes_view(func):
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    self._check(value)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def computing(self, parameters: Sequence[FarParameter]) -> Iterator[None]:
+        """Record which modules compute, while the context is open."""
+        handles = []
+        for module in dict.fromkeys(reader_of(one) for one in parameters):
+            handles.append(module.register_forward_pre_hook(self._begin))
+            handles.append(module.register_forward_hook(self._end))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._computing.append(module)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._computing.remove(module)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() not in self._memory:
+            return
+        owners = [one for one in self._ranges if one.contains(tensor.data_ptr())]
+        parts = {id(part) for module in self._computing for part in module.modules()}
+        if not any(id(one.parameter.owner) in parts for one in owners):
+            names = {f"{one.parameter.path}.{one.parameter.leaf}" for one in owners}
+            self.found += sorted(names - {*self.found})
+
+
+def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: BaseOffloader) -> None:
+    """Run dummy tokens, and check that modules alone read their offloaded parameters.
+
+    Args:
+        runner: vLLM's model runner, with the model loaded.
+        parameters: the offloaded parameters.
+        offloader: the offloader that loads them, whose own copies are no reads.
+
+    Raises:
+        UnsupportedError: another place reads or holds a parameter; the message names it.
+    """
+    _check_owners(runner.model, parameters)
+    recorder = _ReadRecorder(parameters)
+    try:
+        with (
+            recorder.computing(parameters),
+            _not_compiled(runner),
+            _not_recorded(offloader),
+            recorder,
+        ):
+            _run_dummy_tokens(runner)
+    except Exception as error:
+        # vLLM's own dummy runs come later, in a way that may differ. If they fail, it is said then.
+        logger.warning(
+            "tiered weights: could not check where weights are read, as a dummy run failed: %s",
+            error,
+        )
+    if recorder.found:
+        raise UnsupportedError(
+            f"{type(runner.model).__name__} reads {', '.join(recorder.found)} outside of the "
+            "modules that own them, where nothing waits for far weights: set weights.placement=off"
+        )
+
+
+def _check_owners(model: nn.Module, parameters: Sequence[FarParameter]) -> None:
+    """Check that each offloaded parameter belongs to one module of the whole model."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    for one in parameters:
+        if len(owners.get(id(one.parameter), ())) > 1:
+            raise UnsupportedError(
+                f"{one.path}.{one.leaf} belongs to several modules of {type(model).__name__}: set "
+                "weights.placement=off"
+            )
+
+
+def _run_dummy_tokens(runner: Any) -> None:
+    count = min(NUM_TOKENS, runner.max_num_tokens)
+    if runner.vllm_config.use_v2_model_runner:
+        runner._dummy_run(count, skip_attn=True, is_profile=True)
+    else:
+        runner._dummy_run(count, is_profile=True)
+
+
+@contextmanager
+def _not_recorded(offloader: BaseOffloader) -> Iterator[None]:
+    """Let the offloader's calls of the hooks run outside of the dispatch mode."""
+    names = ("_wait_for_layer", "_start_prefetch")
+    for name in names:
+        setattr(offloader, name, partial(_call_unrecorded, getattr(offloader, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(offloader, name)
+
+
+def _call_unrecorded(method: Callable[[int], None], position: int) -> None:
+    with _disable_current_modes():
+        method(position)
+
+
+@contextmanager
+def _not_compiled(runner: Any) -> Iterator[None]:
+    """Let vLLM call the Python code of its models, a draft model included, and not compile it."""
+    models = [runner.model]
+    for name in ("drafter", "speculator"):
+        draft = getattr(getattr(runner, name, None), "model", None)
+        models += [draft] if isinstance(draft, nn.Module) else []
+    modules = [
+        module
+        for model in models
+        for module in model.modules()
+        if getattr(module, "do_not_compile", True) is False
+    ]
+    for module in modules:
+        setattr(module, "do_not_compile", True)  # noqa: B010 (an attribute of vLLM's decorator)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, "do_not_compile", False)  # noqa: B010
+
+
+def _makes_view(func: Any) -> bool:
+    """Return whether an operation returns a view of its input, and reads none of its bytes."""
+    infos = [result.alias_info for result in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _range_of(one: FarParameter) -> _Range:
+    begin = one.parameter.data_ptr()
+    return _Range(begin, begin + one.parameter.nbytes, one)
