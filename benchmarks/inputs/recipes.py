@@ -47,7 +47,7 @@ class Family:
 
     Attributes:
         architecture: vLLM's class.
-        model_type: the name of its configuration.
+        model_type: the name of its configuration; "" if it is not written down here.
         changes: fields of the configuration that differ from the default, or all of them.
         comes_with_checkpoint: neither Transformers nor vLLM has the configuration; `changes` has
             what vLLM's class reads of it.

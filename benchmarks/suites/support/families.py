@@ -52,6 +52,8 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
     from vllm_tiered.adapter.checks import Part
     from vllm_tiered.adapter.connector_name import ASIDE_KEY
 
+    if not family.model_type:
+        return {"problem": "its configuration comes with the checkpoint", "is_refused": False}
     try:
         write_config(family, folder)
         plain = _engine_config(family, folder, {})
