@@ -10,7 +10,18 @@ import torch
 from vllm.model_executor.models import opt
 from vllm.model_executor.offloader import get_offloader
 
-from tests.e2e.harness import Tokens, engine, generate, model_path, random_prompts, run, vllm_tokens
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.shapes import write_model
+from tests.e2e.harness import (
+    PATHS,
+    Tokens,
+    engine,
+    generate,
+    model_path,
+    random_prompts,
+    run,
+    vllm_tokens,
+)
 from tests.e2e.test_options import write_adapter
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.telemetry import manifest
@@ -35,6 +46,31 @@ NEAR_WORDS = ("kv_b_proj", "conv1d", "conv.conv", "mlp.gate.", "experts.w", "dt_
 """Parts of names that no far parameter has: other modules read them."""
 
 
+MAMBA: dict[str, Any] = {
+    "model_type": "mamba2",
+    "hidden_size": 256,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 1,
+    "chunk_size": 64,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the name of a model without attention."""
+    folder = tmp_path_factory.mktemp("mamba2")
+    write_model(MAMBA, 49152, 0, folder)
+    for path in demo_model_dir().glob("*token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    PATHS["mamba2"] = str(folder)
+    return "mamba2"
+
+
 @pytest.fixture
 def delayed(monkeypatch):
     """Delay copies, and fill weight buffers with NaN before each."""
@@ -56,6 +92,13 @@ def test_tokens_equal_with_delayed_and_poisoned_copies(model, delayed) -> None:
         assert not [name for name in far_names() for word in NEAR_WORDS if word in name]
         assert get_offloader().buffer_pool.num_misses == 0, "the order of the layers is kept"
         get_offloader().buffer_pool.check_integrity()
+
+
+def test_a_model_without_attention(mamba, delayed) -> None:
+    expected = vllm_tokens(mamba, PROMPTS)
+    with engine(mamba, KV_OFF, weights=ALL_FAR) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert far_names() == {"mixer.in_proj.weight", "mixer.out_proj.weight"}
 
 
 @pytest.mark.parametrize(
