@@ -183,9 +183,11 @@ def test_int4_with_a_reference_gemm(form, delayed, reference_ops) -> None:
     check_far(form, PLACEMENTS[0], expected_tokens(form))
 
 
+@pytest.mark.slow
 @AVX512
 @pytest.mark.parametrize("form", INT4)
 def test_int4(form, delayed) -> None:
+    """With vLLM's own GEMM."""
     check_far(form, PLACEMENTS[0], expected_tokens(form))
 
 
