@@ -78,7 +78,7 @@ def test_the_picture_is_one(tmp_path):
     ("args", "message"),
     [
         (["--threads", "0"], "--threads 0: give at least 1"),
-        (["--model", "/nowhere"], "cannot be read"),
+        (["--model", "/nowhere"], "there is no such folder"),
         (["--path", "/nowhere"], "no file can be made in /nowhere"),
         (["--out", "/nowhere/probe.json"], "/nowhere/probe.json: cannot be written"),
     ],

@@ -7,6 +7,7 @@ ten seconds. The answer is kept in the user's cache folder, by the model's confi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -17,8 +18,6 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128_hexdigest
 
 from vllm_tiered import __version__
 from vllm_tiered.errors import ConfigError, UnsupportedError
@@ -226,7 +225,7 @@ def _cache_file(folder: Path, dtype: str, num_ranks: int) -> Path:
     key = json.dumps([__version__, engine, dtype, num_ranks]).encode() + config
     key += reader.read_bytes()
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "vllm_tiered" / "models" / f"{xxh3_128_hexdigest(key)}.json"
+    return Path(home) / "vllm_tiered" / "models" / f"{hashlib.sha256(key).hexdigest()}.json"
 
 
 def _has(package: str) -> bool:
