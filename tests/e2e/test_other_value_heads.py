@@ -7,6 +7,8 @@ Triton's interpreter and under model runner V2.
 
 from typing import Any
 
+import pytest
+
 from tests.e2e.test_second_runner_hybrids import prompts, run_engines
 
 ARGUMENTS: dict[str, Any] = {
@@ -20,6 +22,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_vllm_alone() -> None:
     """Blocks of full attention hold twice the tokens of a window's."""
     tiered = ARGUMENTS | {"tiered": {"expansion": 2.0}}
