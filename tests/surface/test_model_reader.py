@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.fixtures.real_models import REAL_MODELS
-from vllm_tiered.adapter import model_reader
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import shape_of
@@ -39,7 +38,7 @@ def read(folder, names, *, dtype="auto", ranks=1):
         check=True,
         env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0"},
     )
-    prefix = model_reader.PREFIX
+    prefix = built_model.PREFIX
     lines = [line for line in done.stdout.splitlines() if line.startswith(prefix)]
     answers = [json.loads(line.removeprefix(prefix)) for line in lines]
     assert len(answers) == len(models), done.stderr[-2000:]

@@ -103,6 +103,18 @@ def test_the_command_is_one_that_vllm_understands(model, capsys):
     assert (weights.placement, weights.near_gib) == ("throughput", 6.042)
 
 
+def test_the_command_names_the_folder_of_a_config_json_quoted(
+    tmp_path, answers, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
+    monkeypatch.setattr(plan_command, "evaluate_placements", results)
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert plan(str(folder / "config.json")) == 0
+    assert f"vllm serve '{folder}' --plugin tiered" in capsys.readouterr().out
+
+
 def test_a_request_longer_than_the_model_allows_is_refused_with_the_numbers(model, capsys):
     assert plan(model, "--prompt-tokens", "8100") == 1
     assert "8100 prompt and 128 output tokens are more than the 8192" in capsys.readouterr().err

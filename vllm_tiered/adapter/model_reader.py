@@ -20,8 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-PREFIX = "VLLM_TIERED_MODEL "
-"""Begin of the line with the answer, since vLLM logs to the same stream."""
+from vllm_tiered.planner.built_model import PREFIX
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ source, and the command that serves what it has planned.
 import argparse
 import json
 import math
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -321,7 +322,9 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: _Plan, best:
 def _command(args: argparse.Namespace, plan: _Plan, best: Fit) -> list[str]:
     """Return the command that serves what was planned."""
     load = plan.load
-    words = ["vllm serve", args.model, "--plugin tiered", *plan_tables.engine_options(best)]
+    model = Path(args.model)
+    name = shlex.quote(str(model.parent) if model.is_file() else args.model)
+    words = ["vllm serve", name, "--plugin tiered", *plan_tables.engine_options(best)]
     if args.compress != "none":
         words.append(f"--tiered-config.weights.compress {args.compress}")
     if args.storage and best.storage_bytes:

@@ -27,7 +27,13 @@ from vllm_tiered.weights.int4.layout import COMPRESS, can_compress, compressed_b
 from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, sublayers_of
 
 _MODULE = "vllm_tiered.adapter.model_reader"
-_PREFIX = "VLLM_TIERED_MODEL "
+PREFIX = "VLLM_TIERED_MODEL "
+"""Begin of the process's line with the answer, since vLLM logs to the same stream."""
+
+_ADAPTER = Path(__file__).parents[1] / "adapter"
+_SOURCES = ("model_reader.py", "weights/layer_weights.py", "weights/quantized.py", "kv/groups.py")
+"""Modules of the adapter that decide what the process answers."""
+
 _SECONDS = 600
 
 
@@ -221,9 +227,9 @@ def _cache_file(folder: Path, dtype: str, num_ranks: int) -> Path:
     except StopIteration:
         engine = "none"
     config = (folder / "config.json").read_bytes()
-    reader = Path(__file__).parents[1] / "adapter" / "model_reader.py"
-    key = json.dumps([__version__, engine, dtype, num_ranks]).encode() + config
-    key += reader.read_bytes()
+    versions = [__version__, engine, metadata.version("transformers") if engine != "none" else ""]
+    key = json.dumps([*versions, dtype, num_ranks]).encode() + config
+    key += b"".join((_ADAPTER / source).read_bytes() for source in _SOURCES)
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "vllm_tiered" / "models" / f"{hashlib.sha256(key).hexdigest()}.json"
 
@@ -255,11 +261,11 @@ def _ask(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(f"{model}: vLLM has not built it in {_SECONDS} s") from error
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
     if not lines:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UnsupportedError(f"{model}: vLLM does not build it: {last}")
-    facts: dict[str, Any] = json.loads(lines[-1].removeprefix(_PREFIX))
+    facts: dict[str, Any] = json.loads(lines[-1].removeprefix(PREFIX))
     if "error" in facts:
         raise UnsupportedError(f"{model}: vLLM does not build it: {facts['error']}")
     return facts

@@ -89,6 +89,8 @@ def evaluate_placements(
 ) -> Iterator[Fit | NoFit]:
     """Yield a result for each placement as the engine would make it, beginning with all near.
 
+    The engine refuses the plan for throughput for some models (``ModelShape.may_share_with_kv``).
+
     Args:
         shape: shape of the model.
         machine: machine to predict for.
@@ -107,7 +109,8 @@ def evaluate_placements(
     room = MemoryBudget(
         near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
     )
-    for name in (*BASELINES, *_PLANS):
+    plans = [name for name in _PLANS if name != "throughput" or shape.may_share_with_kv]
+    for name in (*BASELINES, *plans):
         try:
             split = _split(name, shape, machine, load, room)
         except BudgetError:

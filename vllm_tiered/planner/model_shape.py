@@ -189,6 +189,16 @@ class ModelShape:
         """Sublayers of attention."""
         return self.num_layers if self.attention_layers is None else self.attention_layers
 
+    @property
+    def may_share_with_kv(self) -> bool:
+        """Whether the engine lets layers and KV cache share near memory by a plan of its own.
+
+        It does not with quantised layers, which are known when they are loaded, nor with recurrent
+        states, as it counts the cache by tokens.
+        """
+        has_states = any(kv.max_tokens is None for kv in self.bounded_kv)
+        return self.quantization is None and not has_states
+
     def request_kv_bytes(self, tokens: int, block_tokens: int) -> int:
         """Return the KV bytes of a request of so many tokens, in whole blocks."""
         blocks = -(-tokens // block_tokens)

@@ -8,6 +8,7 @@ import pytest
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import built_shape, shape_of
+from vllm_tiered.planner.fit import evaluate_placements
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
 from vllm_tiered.planner.model_shape import BoundedKv
@@ -153,6 +154,23 @@ def test_a_quantised_checkpoint_has_fewer_bytes_and_as_many_weights():
     assert packed.quantization == "awq 4 bit" and plain.quantization is None
     with pytest.raises(UnsupportedError, match="quantised already"):
         shape_of(facts(quantization=awq), compress="int4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_offered"),
+    [
+        ({}, True),
+        ({"kv": (FULL, WINDOW)}, True),
+        ({"kv": (FULL, STATE)}, False),
+        ({"quantization": {"quant_method": "fp8"}}, False),
+    ],
+    ids=["dense", "windows", "states", "quantised"],
+)
+def test_a_plan_that_the_engine_refuses_is_not_offered(changes, is_offered):
+    shape = shape_of(facts(**changes))
+    load = Workload(prompt_tokens=64, output_tokens=64, max_requests=2)
+    results = evaluate_placements(shape, MACHINE, load, 1 << 30, 1 << 30)
+    assert ("throughput" in {result.placement for result in results}) is is_offered
 
 
 def test_experts_in_mxfp4_leave_attention_as_it_is():
