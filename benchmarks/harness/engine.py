@@ -6,13 +6,17 @@ Used only inside an engine process (`benchmarks.harness.worker`); vLLM is import
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +32,7 @@ _USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 _RELEASED_GAUGE = "vllm:tiered_kv_blocks_released"
 _EXPANSION_GAUGE = "vllm:tiered_kv_expansion"
 _PARTIAL_BLOCKS_GAUGE = "vllm:tiered_kv_partial_blocks_far"
+_FOLDER_KEY = "shared_storage_path"
 _EXTRA_METRICS = (
     "vllm:num_preemptions",
     "vllm:prefix_cache_hits",
@@ -54,7 +59,22 @@ def start_engine(spec: EngineSpec) -> Any:
     }
     if spec.random_weights:
         arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    if spec.stores_in_files:
+        arguments["kv_transfer_config"] = _file_store()
     return LLM(**arguments | dict(spec.engine_args))
+
+
+def _file_store() -> Any:
+    """Return the configuration of vLLM's ExampleConnector with a new folder."""
+    from vllm.config import KVTransferConfig
+
+    folder = tempfile.TemporaryDirectory(prefix="kv_files_")
+    atexit.register(folder.cleanup)
+    return KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={_FOLDER_KEY: folder.name},
+    )
 
 
 def read_metrics() -> tuple[dict[str, float], dict[str, float]]:
@@ -148,9 +168,17 @@ def score(llm: Any, text: Sequence[int]) -> Score:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Empty the prefix cache. Raises RuntimeError if blocks are in use."""
+    """Empty the prefix cache, and the folder of a store in files.
+
+    Raises RuntimeError if blocks are in use.
+    """
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+    transfer = llm.llm_engine.vllm_config.kv_transfer_config
+    folder = transfer and transfer.kv_connector_extra_config.get(_FOLDER_KEY)
+    if folder:
+        for kept in Path(folder).iterdir():
+            shutil.rmtree(kept)
 
 
 def _copier(spec: EngineSpec) -> Copier | None:

@@ -31,7 +31,10 @@ class EngineSpec:
     `kv_link_bytes_per_s` holds the copies of KV pages to a speed, each direction on its own (0: not
     held). `threads` is the
     number of compute threads (0: one per core). `engine_args` are further arguments of vLLM's, and
-    override what follows from the others.
+    override what follows from the others. An adaptive expansion stays at the level that offloads
+    partial blocks too and has at least `pinned_expansion` (0: it adapts). With
+    `stores_in_files` vLLM's ExampleConnector keeps prefixes, in a folder that is emptied with the
+    prefix cache.
     """
 
     label: str
@@ -55,6 +58,8 @@ class EngineSpec:
     kv_link_bytes_per_s: float = 0.0
     threads: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a dict has none
+    pinned_expansion: float = 0.0
+    stores_in_files: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `EngineSpec(**dict)` reads back."""

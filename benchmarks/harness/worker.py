@@ -38,7 +38,7 @@ def main(read_fd: int, write_fd: int) -> int:
 
 
 def _serve(jobs: IO[str], answers: IO[str]) -> None:
-    from benchmarks.harness import damage, integrity
+    from benchmarks.harness import damage, integrity, pinned_level
     from benchmarks.harness.engine import reset_prefix_cache, run_round, score, start_engine
     from benchmarks.harness.throttled_engine import throttle_kv_link
 
@@ -47,6 +47,8 @@ def _serve(jobs: IO[str], answers: IO[str]) -> None:
         integrity.install()
     if spec.damaged_reads:
         damage.install(spec.damaged_reads, seed=0)
+    if spec.pinned_expansion:
+        pinned_level.install(spec.pinned_expansion)
     if spec.kv_link_bytes_per_s and spec.tiered is not None:
         throttle_kv_link(spec.kv_link_bytes_per_s)
     throttled = _throttled_engine(spec)

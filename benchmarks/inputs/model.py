@@ -69,7 +69,7 @@ def demo_model_dir(cache_dir: str | Path | None = None) -> Path:
         flush=True,
     )
     with publish_dir(target) as staging:
-        _convert(gguf_file, staging)
+        convert_gguf(gguf_file, staging)
     return target
 
 
@@ -86,11 +86,11 @@ def gemma_model_dir(cache_dir: str | Path | None = None) -> Path:
     with publish_dir(target) as staging, tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "gemma.gguf"
         whole.write_bytes(b"".join(part.read_bytes() for part in parts))
-        _convert(whole, staging)
+        convert_gguf(whole, staging)
     return target
 
 
-def _convert(gguf_file: Path, out: Path) -> None:
+def convert_gguf(gguf_file: Path, out: Path) -> None:
     """Write the GGUF's weights as bfloat16 safetensors, with config and tokenizer, into `out`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch

@@ -106,7 +106,7 @@ def test_fraction_is_the_median_of_the_rounds_own_ratios():
     # A machine that is half as fast in the third round changes no ratio.
     measured = finals([2.0, 2.0, 4.0], [1.9, 1.8, 3.8])
     case = kv_adaptive.summarise_case(
-        {plugin_label(2.0): measured[plugin_label(2.0)]}, measured, [2.0]
+        {plugin_label(2.0): measured[plugin_label(2.0)]}, measured, ["2"]
     )
     assert case["fraction_of_best_fixed"] == pytest.approx(0.95)
     assert case["round_spread"] == pytest.approx((400 / 1.8 - 400 / 3.8) / (400 / 1.9))

@@ -11,8 +11,9 @@ fixed expansion and one with `expansion=auto` run the same requests:
    the best median of these, and `fraction_of_best_fixed` is the median of the rounds' own ratios.
 
 The sweep only picks finalists, because the best of many noisy rounds would be too good as a
-reference. With `starts` above 1 the third part is repeated with new engines: two engines of the
-same program may differ by 3 % for their whole life, because their memory is laid out differently.
+reference. `auto` may offload partial blocks too; so do the fixed `partial_expansions`. With
+`starts` above 1 the third part is repeated with new engines: two engines of the same program may
+differ by 3 % for their whole life, because their memory is laid out differently.
 
 All requests arrive at once but at most `max_num_seqs` run at a time, so the load is steady for most
 of a round.
@@ -51,7 +52,8 @@ DEFINITIONS = {
     " expansion at the same near-tier KV bytes (median over rounds of each round's ratio); at the"
     " top the lowest over workloads and budgets, in by_workload one per case",
     "by_workload": "workload, then near-tier KV bytes over the workload's peak KV demand",
-    "sweep": "each fixed expansion's tokens/s over the sweep rounds (median)",
+    "sweep": "each fixed expansion's tokens/s over the sweep rounds (median); 2p is expansion 2"
+    " with partial blocks offloaded too",
     "round_spread": "(fastest - slowest) / median of the best fixed expansion's rounds: what the"
     " fraction can be trusted to",
     "foreign_cpu_share": "share of the CPU time taken by other processes, in the worst round",
@@ -64,6 +66,7 @@ class Settings:
     """Settings of one profile. Budgets are shares of the peak KV demand.
 
     Attributes:
+        partial_expansions: fixed expansions that offload partial blocks too.
         starts: number of starts of `auto` and the finalists, each with `rounds` rounds.
     """
 
@@ -81,6 +84,14 @@ class Settings:
     max_expansion: float = 4.0
     seed: int = 0
     block_size: int = 32
+    dtype: str = "bfloat16"
+    partial_expansions: tuple[float, ...] = ()
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Return the keys of the fixed expansions."""
+        partial = (f"{x:g}p" for x in self.partial_expansions)
+        return (*map(expansion_key, self.expansions), *partial)
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -105,13 +116,14 @@ PROFILES: Mapping[str, Settings] = {
         sweep_rounds=1,
         finalists=2,
         max_repeats=6,
+        partial_expansions=(2.0, 3.0, 3.5),
     ),
 }
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start, demand and round."""
-    num_expansions = len(settings.expansions)
+    num_expansions = len(settings.fixed)
     num_finals = 1 + min(settings.finalists, num_expansions)
     case = 1 + num_expansions + settings.sweep_rounds * num_expansions
     case += (settings.starts - 1) * num_finals
@@ -149,6 +161,7 @@ def _plan(name: str, settings: Settings, model_dir: Path) -> KvPlan:
         block_size=settings.block_size,
         prefix_caching=False,
         max_num_seqs=settings.max_num_seqs,
+        dtype=settings.dtype,
     )
 
 
@@ -157,6 +170,10 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
     specs = [plan.spec(plugin_label("auto"), num_blocks, expansion="auto", kv=kv)]
     specs += [
         plan.spec(plugin_label(x), num_blocks, expansion=x, kv=kv) for x in settings.expansions
+    ]
+    specs += [
+        plan.spec(_label(f"{x:g}p"), num_blocks, expansion="auto", kv=kv, pinned_expansion=x)
+        for x in settings.partial_expansions
     ]
     with engines(specs, warmup_requests(plan.requests), step) as (auto, *fixed):
         warmup = warm_up(auto, plan.requests, settings.warmup_rounds, step)
@@ -171,7 +188,11 @@ def _measure_case(plan: KvPlan, settings: Settings, num_blocks: int, step: Step)
         # The order of starts alternates, because the first engine may be the faster one.
         again = _measured_anew(specs[:: -1 if start % 2 else 1], plan, settings, step)
         finals = {label: [*rounds, *again[label]] for label, rounds in finals.items()}
-    return {**summarise_case(sweep, finals, settings.expansions), "convergence": convergence}
+    return {**summarise_case(sweep, finals, settings.fixed), "convergence": convergence}
+
+
+def _label(key: str) -> str:
+    return f"plugin x{key}"
 
 
 def _measured_anew(
@@ -199,27 +220,25 @@ def fastest(
 def summarise_case(
     sweep: Mapping[str, Sequence[RoundResult]],
     finals: Mapping[str, Sequence[RoundResult]],
-    expansions: Sequence[float],
+    fixed: Sequence[str],
 ) -> dict[str, Any]:
-    """Return one case's figures from the rounds of the sweep and the finals, by label."""
+    """Return one case's figures from the rounds of the sweep and the finals, by label.
+
+    `fixed` are the keys of the fixed expansions.
+    """
     auto = summarise_rounds(finals[plugin_label("auto")])
     finalists = {
-        x: summarise_rounds(finals[plugin_label(x)])
-        for x in expansions
-        if plugin_label(x) in finals
+        key: summarise_rounds(finals[_label(key)]) for key in fixed if _label(key) in finals
     }
-    best = max(finalists, key=lambda x: float(finalists[x]["tokens_per_s"]))
+    best = max(finalists, key=lambda key: float(finalists[key]["tokens_per_s"]))
     rates = finalists[best]["rounds_tokens_per_s"]
     return {
         "fraction_of_best_fixed": median_ratio(auto["rounds_tokens_per_s"], rates),
         "best_fixed": best,
         "round_spread": (max(rates) - min(rates)) / finalists[best]["tokens_per_s"],
         "auto": auto,
-        "finalists": {expansion_key(x): summary for x, summary in finalists.items()},
-        "sweep": {
-            expansion_key(x): summarise_rounds(sweep[plugin_label(x)])["tokens_per_s"]
-            for x in expansions
-        },
+        "finalists": finalists,
+        "sweep": {key: summarise_rounds(sweep[_label(key)])["tokens_per_s"] for key in fixed},
     }
 
 
@@ -257,8 +276,8 @@ def table(result: Mapping[str, Any]) -> str:
                     name,
                     budget,
                     number(case["auto"]["tokens_per_s"]),
-                    f"{number(case['finalists'][expansion_key(case['best_fixed'])]['tokens_per_s'])}"
-                    f" (x{case['best_fixed']:g})",
+                    f"{number(case['finalists'][case['best_fixed']]['tokens_per_s'])}"
+                    f" (x{case['best_fixed']})",
                     number(case["fraction_of_best_fixed"], 3),
                     number(case["round_spread"], 3),
                     number(convergence["working_expansion"], 2),

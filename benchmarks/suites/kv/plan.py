@@ -78,10 +78,12 @@ class KvPlan:
         dtype: str | None = None,
         expansion: Expansion | None = None,
         kv: Mapping[str, Any] | None = None,
+        pinned_expansion: float = 0.0,
     ) -> EngineSpec:
         """Return a specification with near-tier KV for `num_blocks`; an expansion means plugin.
 
         `kv` has further keys of the plugin's section `kv`, and needs an expansion.
+        `pinned_expansion` is as in EngineSpec.
         """
         section = {"expansion": expansion, **(kv or {})}
         if expansion == BY_BLOCKS:
@@ -98,6 +100,7 @@ class KvPlan:
             tiered=None if expansion is None else {"kv": section},
             random_weights=self.random_weights,
             engine_args=self.engine_args,
+            pinned_expansion=pinned_expansion,
         )
 
 

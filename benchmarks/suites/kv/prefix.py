@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests whose prefixes were computed before, and have left the near KV memory since.
 
-Two workloads: turns of ShareGPT conversations, each with everything said before; and questions on a
-few long texts. In interleaved rounds these run with prefix caching: vLLM alone, the plugin, and the
-plugin without its prefix store, in the same KV memory; and vLLM with memory for everything. All
-requests of a round are there at its beginning, and few run at once. Each round begins with an empty
-cache.
+Three workloads: turns of ShareGPT conversations, each with everything said before; questions on a
+few long texts; and more requests at once than the memory holds, which share nothing and are
+preempted, so that vLLM computes their prefixes again. In interleaved rounds these run with prefix
+caching: vLLM alone, the plugin, the plugin without its prefix store, and vLLM with its
+ExampleConnector, in the same KV memory; and vLLM with memory for everything. All requests of a
+round are there at its beginning, and each round begins with an empty cache.
+
+The ExampleConnector keeps KV in files. It finds a prompt that it has had as a whole, not one that
+begins as another did.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import engines, interleave, require_equal
 from benchmarks.harness.summary import median_ratio, summarise_rounds
 from benchmarks.harness.tables import markdown, number
+from benchmarks.inputs.kv_workloads import workload
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.turns import question_requests, turn_requests
 from benchmarks.inputs.workload import Request, warmup_requests
@@ -27,6 +32,7 @@ from benchmarks.suites.kv.summary import BASELINE, CEILING
 
 PLUGIN = "plugin"
 NO_STORE = "plugin without its prefix store"
+FILES = "vLLM with its ExampleConnector"
 
 RESULT_KEYS = (
     "ttft_ratio_vs_vllm",
@@ -44,7 +50,8 @@ DEFINITIONS = {
     "fraction_of_ceiling": "throughput over vLLM's with memory for everything",
     "tokens_computed": "prompt tokens that were neither cached near nor read from far memory, over"
     " all prompt tokens",
-    "tokens_equal_fp32": "outputs equal to vLLM's in float32, both workloads",
+    "preemptions": "of requests, in the last round",
+    "tokens_equal_fp32": "outputs equal to vLLM's in float32, all workloads",
 }
 
 
@@ -52,7 +59,8 @@ DEFINITIONS = {
 class Workload:
     """Requests on shared prefixes.
 
-    `groups` are conversations or texts, and `turns` the requests on each.
+    `groups` are conversations or texts, and `turns` the requests on each. At most `at_once` run at
+    a time.
     """
 
     name: str
@@ -61,6 +69,7 @@ class Workload:
     near_mib: int
     longest: int
     output_tokens: int
+    at_once: int = 4
 
     def requests(self, seed: int) -> list[Request]:
         """Return the requests in their order of arrival."""
@@ -73,6 +82,11 @@ class Workload:
                 model_dir,
                 longest=self.longest,
                 max_output_tokens=self.output_tokens,
+            )
+        if self.name == "preempted":
+            longest_output = self.output_tokens
+            return workload("sharegpt").draw(
+                self.groups, seed, model_dir, self.longest - longest_output, longest_output
             )
         return question_requests(
             self.groups,
@@ -92,7 +106,6 @@ class Settings:
     max_repeats: int  # of rounds disturbed by other processes
     rounds: int = 3
     enough_mib: int = 1024
-    max_num_seqs: int = 4
     far_gib: float = 1.0
     seed: int = 0
     dtype: str = "bfloat16"
@@ -108,23 +121,27 @@ _CONVERSATIONS = Workload(
     name="conversations", groups=24, turns=4, near_mib=96, longest=1400, output_tokens=32
 )
 _TEXTS = Workload(name="texts", groups=8, turns=5, near_mib=96, longest=1200, output_tokens=32)
+_PREEMPTED = Workload(
+    name="preempted", groups=48, turns=1, near_mib=64, longest=640, output_tokens=256, at_once=24
+)
 
 PROFILES: Mapping[str, Settings] = {
     "quick": Settings(
         workloads=(
             replace(_CONVERSATIONS, groups=8, turns=3, near_mib=64, longest=600, output_tokens=24),
             replace(_TEXTS, groups=4, turns=3, near_mib=64),
+            replace(_PREEMPTED, groups=12, near_mib=24, longest=320, output_tokens=128, at_once=12),
         ),
         max_repeats=1,
         rounds=1,
     ),
-    "full": Settings(workloads=(_CONVERSATIONS, _TEXTS), max_repeats=2),
+    "full": Settings(workloads=(_CONVERSATIONS, _TEXTS, _PREEMPTED), max_repeats=2),
 }
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start and every round."""
-    return len(settings.chosen) * (2 + 2 + 4 + 4 * settings.rounds)
+    return len(settings.chosen) * (2 + 2 + 5 + 5 * settings.rounds)
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -162,8 +179,14 @@ def summarise(measured: Mapping[str, Sequence[RoundResult]]) -> dict[str, Any]:
         "throughput_ratio_vs_vllm": median_ratio(rates[PLUGIN], rates[BASELINE]),
         "ttft_ratio_vs_vllm": median_ratio(waits[PLUGIN], waits[BASELINE]),
         "throughput_ratio_without_store": median_ratio(rates[NO_STORE], rates[BASELINE]),
+        "throughput_ratio_vs_example_connector": median_ratio(rates[PLUGIN], rates[FILES]),
+        "ttft_ratio_vs_example_connector": median_ratio(waits[PLUGIN], waits[FILES]),
         "fraction_of_ceiling": median_ratio(rates[PLUGIN], rates[CEILING]),
         "mean_ttft_s": {label: sorted(w)[len(w) // 2] for label, w in waits.items()},
+        "preemptions": {
+            label: rounds[-1].counters.get("vllm:num_preemptions", 0.0)
+            for label, rounds in measured.items()
+        },
         "tokens_computed": {label: _computed(rounds[-1]) for label, rounds in measured.items()},
         "systems": systems,
     }
@@ -181,10 +204,11 @@ def table(result: Mapping[str, Any]) -> str:
                     number(system["tokens_per_s"]),
                     number(entry["mean_ttft_s"][label], 2),
                     f"{100 * entry['tokens_computed'][label]:.0f} %",
+                    number(entry["preemptions"][label]),
                 ]
             )
     head = ["workload", "system", "tokens/s", "time to first token, s", "prompt tokens computed"]
-    return markdown(head, rows)
+    return markdown([*head, "preemptions"], rows)
 
 
 def _mean_ttft(result: RoundResult) -> float:
@@ -206,6 +230,7 @@ def _measure(
         _spec(load, requests, settings, BASELINE),
         _spec(load, requests, settings, PLUGIN, tiered={"kv": {**far, "prefix_store": True}}),
         _spec(load, requests, settings, NO_STORE, tiered={"kv": far}),
+        replace(_spec(load, requests, settings, FILES), stores_in_files=True),
         _spec(load, requests, settings, CEILING, near_mib=settings.enough_mib),
     ]
     with engines(specs, warmup_requests(requests), step) as group:
@@ -225,11 +250,11 @@ def _control(
         for at, request in enumerate(requests)
         if at % load.groups < count
     ]
-    one = replace(settings, dtype="float32", max_num_seqs=1)
+    load, settings = replace(load, at_once=1), replace(settings, dtype="float32")
     tiered = {"kv": {"far_gib": settings.far_gib, "prefix_store": True}}
     specs = [
-        _spec(load, few, one, f"{BASELINE}, float32"),
-        _spec(load, few, one, "plugin, float32", tiered=tiered),
+        _spec(load, few, settings, f"{BASELINE}, float32"),
+        _spec(load, few, settings, "plugin, float32", tiered=tiered),
     ]
     with engines(specs, warmup_requests(few), step) as group:
         results = interleave(group, few, 1, step)
@@ -252,7 +277,7 @@ def _spec(
         dtype=settings.dtype,
         block_size=32,
         kv_cache_memory_bytes=(near_mib or load.near_mib) << 20,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=load.at_once,
         max_model_len=max(request.num_tokens for request in requests) + 64,
         enable_prefix_caching=True,
         tiered=tiered,
