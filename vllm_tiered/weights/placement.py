@@ -15,18 +15,25 @@ are copied to a weight buffer. With more buffers, several sublayers are copied i
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.units import format_bytes
-from vllm_tiered.weights.layout import Parameter, Role, Sublayer, buffer_sizes, extent_bytes_of
+from vllm_tiered.weights.layout import (
+    Kind,
+    Parameter,
+    Role,
+    Sublayer,
+    buffer_sizes,
+    extent_bytes_of,
+)
 
-HELM_NEAR_ROLES = frozenset({Role.NORM, Role.BIAS, Role.FFN_FIRST})
-"""Roles of parameters that HeLM keeps near (section V-B): norms, biases, and the first FFN matrix.
+HELM_NEAR_PERCENT: Mapping[Kind, float] = {Kind.ATTENTION: 10.0, Kind.FFN: 30.0}
+"""Share of a sublayer's bytes that HeLM keeps near (listing 3), of its parameters sorted by size.
 
-Listing 3 states the same for OPT in percents of weights sorted by size: 10 % of attention and 30 %
-of the FFN stay near. Roles also work for gated FFNs, whose first matrix is the larger one.
+For OPT these are norms, biases and the first FFN matrix (section V-B). Of a gated FFN whose first
+two matrices are fused it is the other one, as large as one of the two: a third of the FFN alike.
 """
 
 
@@ -153,11 +160,15 @@ def flexgen_placement(sublayers: Sequence[Sublayer], percents: Sequence[float] |
 
 
 def helm_placement(sublayers: Sequence[Sublayer]) -> Placement:
-    """Place parameters by role: ``HELM_NEAR_ROLES`` stay near, the rest is far (listing 3)."""
-    return _place_far(
-        "helm",
-        sublayers,
-        lambda parameter: parameter.may_move and parameter.role not in HELM_NEAR_ROLES,
+    """Keep ``HELM_NEAR_PERCENT`` of each sublayer near, the smallest parameters first (listing 3).
+
+    As in listing 2 a parameter's middle byte decides. Parameters that other modules read, which
+    stay near in any case, do not count.
+    """
+    return Placement(
+        policy="helm",
+        sublayers=tuple(sublayers),
+        far=tuple(tuple(_far_by_size(sublayer)) for sublayer in sublayers),
     )
 
 
@@ -227,6 +238,19 @@ def _split_by_percents(
         if middle < 100 - near and parameter.may_move:
             (stored if middle < storage else far).append(parameter)
     return far, stored
+
+
+def _far_by_size(sublayer: Sublayer) -> Sequence[Parameter]:
+    """Return the far parameters of HeLM's placement, in the module's order."""
+    counted = [p for p in sublayer.parameters if p.role is not Role.FIXED]
+    limit = sum(p.num_bytes for p in counted) * HELM_NEAR_PERCENT[sublayer.kind] / 100
+    far: list[Parameter] = []
+    before = 0
+    for parameter in sorted(counted, key=lambda p: p.num_bytes):
+        if before + parameter.num_bytes / 2 >= limit and parameter.may_move:
+            far.append(parameter)
+        before += parameter.num_bytes
+    return _in_order(sublayer, far)
 
 
 def _checked_percents(percents: Sequence[float] | None) -> tuple[float, float, float]:

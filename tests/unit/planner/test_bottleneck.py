@@ -49,13 +49,13 @@ def test_a_wait_is_the_links_and_the_near_budgets():
     ffn = kinds(found)["ffn"]
     assert ffn.decode.transfer_seconds > ffn.decode.hidden_seconds
     assert (ffn.decode.bound_by, ffn.budget) == ("link", "near")
-    assert ffn.more_bytes == 14336 * 4096 * 2  # the second matrix
+    assert ffn.more_bytes == 2 * 14336 * 4096 * 2  # gate and up
     spare = split.kv_bytes - LOAD.kv_bytes(LLAMA, split.served.requests)
     assert ffn.more_bytes > spare
 
 
 def test_the_near_memory_that_it_names_ends_the_wait():
-    """With each FFN's second matrix near, no FFN waits, and the step is shorter by their waits."""
+    """With each whole FFN near, no FFN waits, and the step is shorter by their waits."""
     split, found = reasons("helm", 8)
     placement = split.placement
     nearer = Placement(
@@ -79,7 +79,7 @@ def test_the_near_memory_that_it_names_ends_the_wait():
 
 def test_more_slots_end_the_wait_that_one_ahead_has():
     """In HeLM's placement, the link is idle while the FFN computes; more buffers use that time."""
-    link = 0.6 * GH200.near_gb_per_s
+    link = 0.95 * GH200.near_gb_per_s
     on = dataclasses.replace(GH200, read_gb_per_s=link, near_bytes_per_copied_byte=0.0)
     load = dataclasses.replace(LOAD, max_requests=1)
     split, found = reasons("helm", 12, on=on, load=load)

@@ -74,6 +74,31 @@ def test_helm_keeps_norms_biases_and_the_first_ffn_matrix():
     assert not roles[True] & roles[False]
 
 
+def test_helm_keeps_a_third_of_a_gated_ffn_near():
+    """Llama-70B: gate and up are fused, so it is the other matrix; attention is far (listing 3)."""
+    hidden, inner = 8192, 28672
+    layer = {
+        "input_layernorm.weight": 2 * hidden,
+        "self_attn.qkv_proj.weight": 2 * hidden * (hidden + 2 * 1024),
+        "self_attn.o_proj.weight": 2 * hidden * hidden,
+        "post_attention_layernorm.weight": 2 * hidden,
+        "mlp.gate_up_proj.weight": 2 * hidden * 2 * inner,
+        "mlp.down_proj.weight": 2 * hidden * inner,
+    }
+    helm = place("helm", model(layer))
+    assert far_share(helm, Kind.FFN) == pytest.approx(2 / 3, abs=0.001)
+    assert far_share(helm, Kind.ATTENTION) == pytest.approx(1, abs=0.001)
+    assert [p.name for p in helm.far[1]] == ["mlp.gate_up_proj.weight"]
+
+
+def test_what_other_modules_read_does_not_count_in_helms_shares():
+    sizes = {"mlp.experts.w13_weight": 10**9, "mlp.shared.up.weight": 300, "mlp.shared.w2": 300}
+    movable = {"mlp.shared.up.weight", "mlp.shared.w2"}
+    (sublayer,) = sublayers_of(0, sizes, movable)
+    helm = place("helm", [sublayer])
+    assert [p.name for p in helm.far[0]] == ["mlp.shared.w2"]
+
+
 def test_all_far_keeps_norms_only():
     placement = place("all_far", model(opt_layer()))
     norms = sum(size for name, size in opt_layer().items() if "norm" in name)
