@@ -102,9 +102,9 @@ def test_the_plan_is_for_the_blocks_that_the_engine_uses(monkeypatch) -> None:
     planned = []
     workload_of = kv_sharing.workload_of
 
-    def record(vllm_config):
-        planned.append(workload_of(vllm_config).block_tokens)
-        return workload_of(vllm_config)
+    def record(vllm_config, config):
+        planned.append(workload_of(vllm_config, config).block_tokens)
+        return workload_of(vllm_config, config)
 
     monkeypatch.setattr(kv_sharing, "workload_of", record)
     weights = {"placement": "auto", "near_gib": 0.02}

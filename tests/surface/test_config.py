@@ -30,6 +30,7 @@ def test_keys_and_defaults():
             "storage_path": None,
             "compress": "none",
             "percents": None,
+            "prompt_tokens": "auto",
         },
         "experts": {
             "near_gib": "auto",

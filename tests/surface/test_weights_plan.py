@@ -14,7 +14,7 @@ from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.planner.step_time import far_link, storage_link
@@ -92,9 +92,19 @@ def test_vllm_knows_these_modes():
 @pytest.mark.parametrize("longest", [1, 2, 999, 1000])
 def test_the_load_is_of_the_longest_requests(monkeypatch, longest):
     monkeypatch.setattr(kv_sharing, "block_tokens", lambda config: config.cache_config.block_size)
-    load = workload_of(vllm_config(max_model_len=longest))
+    config = WeightsConfig(placement="throughput", near_gib=1)
+    load = workload_of(vllm_config(max_model_len=longest), config)
     assert load.prompt_tokens + load.output_tokens == max(2, longest)
     assert load.block_tokens == 32 and load.max_requests == 16
+
+
+def test_the_load_has_the_configured_prompts(monkeypatch):
+    monkeypatch.setattr(kv_sharing, "block_tokens", lambda config: config.cache_config.block_size)
+    config = WeightsConfig(placement="throughput", near_gib=1, prompt_tokens=900)
+    load = workload_of(vllm_config(max_model_len=1000), config)
+    assert (load.prompt_tokens, load.output_tokens) == (900, 100)
+    with pytest.raises(ConfigError, match="prompt_tokens is 900, and requests have 900 tokens"):
+        workload_of(vllm_config(max_model_len=900), config)
 
 
 @pytest.fixture

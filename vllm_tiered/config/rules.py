@@ -106,15 +106,19 @@ class PrecisionShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """A whole number from 1 to a limit."""
+    """A whole number from 1 to a limit, or, with `auto`, the word "auto"."""
 
     at_most: int
+    auto: bool = False
 
     @property
     def values(self) -> str:
-        return f"a whole number >= 1 and <= {self.at_most}"
+        numbers = f"a whole number >= 1 and <= {self.at_most}"
+        return f'{numbers}, or "auto"' if self.auto else numbers
 
-    def parse(self, key: str, value: object) -> int:
+    def parse(self, key: str, value: object) -> int | str:
+        if self.auto and value == "auto":
+            return "auto"
         number = _parse_float(value)
         # The comparison comes first: infinities and NaN have no whole part.
         if number is None or not 1 <= number <= self.at_most or number != int(number):

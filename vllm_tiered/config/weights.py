@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from vllm_tiered.config.rules import MAX_GIB, Number, Numbers, OneOf, PathTo
+from vllm_tiered.config.rules import MAX_GIB, Count, Number, Numbers, OneOf, PathTo
 from vllm_tiered.config.section import Section, option
 from vllm_tiered.errors import ConfigError
 
@@ -61,6 +61,12 @@ class WeightsConfig(Section):
         'Shares of near, far and storage in percent; required by `placement` `"flexgen"`, and '
         "read by no other.",
     )
+    prompt_tokens: int | Literal["auto"] = option(
+        "auto",
+        Count(at_most=1 << 30, auto=True),
+        'Prompt tokens of the requests that `placement` `"throughput"` and `"auto"` plan for; '
+        'the rest of `--max-model-len` is generated. `"auto"` is half of it.',
+    )
 
     @property
     def places(self) -> bool:
@@ -81,6 +87,13 @@ class WeightsConfig(Section):
         self._check_placed()
         self._check_near_budget()
         self._check_percents()
+        if self.prompt_tokens != "auto" and not self.shares_with_kv:
+            where = self.full_key("")
+            raise ConfigError(
+                f'{where}prompt_tokens is {self.prompt_tokens}, and placement "{self.placement}" '
+                f'plans for no prompts: set {where}placement to "throughput" or "auto", or leave '
+                "prompt_tokens out"
+            )
 
     def _check_placed(self) -> None:
         """Check that nothing is configured for weights that stay with vLLM."""

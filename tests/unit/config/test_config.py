@@ -401,3 +401,18 @@ def test_an_endless_file_is_not_read_to_its_end(tmp_path):
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"more than 1\.00 MiB"):
         TieredConfig.from_file(tmp_path / "zero.json")
+
+
+@pytest.mark.parametrize("placement", ["off", "helm", "latency"])
+def test_prompts_are_planned_for_by_few_placements(placement):
+    weights = {"placement": placement, "prompt_tokens": 512}
+    if placement == "latency":
+        weights["near_gib"] = 1
+    with pytest.raises(ConfigError, match=r"prompt_tokens is 512, and placement .* plans for no"):
+        TieredConfig.from_dict({"weights": weights}).check()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "half", None, True])
+def test_bad_prompts_are_named(value):
+    with pytest.raises(ConfigError, match=r"prompt_tokens is .*: set it to a whole number"):
+        TieredConfig.from_dict({"weights": {"prompt_tokens": value}})

@@ -238,7 +238,7 @@ class PlacementChooser:
             "alignment": [BUFFER_ALIGNMENT, PARAMETER_ALIGNMENT],
             "compress": packing_for(near_device).layout() if is_compressed else config.compress,
             "shapes": xxh3_64_hexdigest(json.dumps(shapes).encode()),
-            **(plan_inputs() if config.shares_with_kv else {}),
+            **(plan_inputs(config) if config.shares_with_kv else {}),
             **self._kernels(layers),
         }
         return WeightStore(

@@ -26,7 +26,7 @@ from vllm_tiered.adapter.compat import block_tokens
 from vllm_tiered.adapter.weights.measurements import matrices_of, measure_machine
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Device
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit, Target, target_for
@@ -125,7 +125,7 @@ def plan_with_kv(
     )
     machine, far_bytes = _of_all_ranks(here, far_bytes)
     shape = _shape(vllm_config, layers, sublayers, compressed)
-    load, target = workload_of(vllm_config), target_of(vllm_config)
+    load, target = workload_of(vllm_config, config), target_of(vllm_config)
     room = MemoryBudget(
         near_bytes=_near_bytes(config), far_bytes=far_bytes, has_storage=folder is not None
     )
@@ -147,15 +147,16 @@ def give_rest_to_kv(config: WeightsConfig, placement: Placement) -> None:
     get_current_vllm_config().cache_config.kv_cache_memory_bytes = rest
 
 
-def plan_inputs() -> dict[str, Any]:
-    """Return the plan's inputs other than the settings of weights, JSON-safe.
+def plan_inputs(config: WeightsConfig) -> dict[str, Any]:
+    """Return the plan's workload and target, JSON-safe.
 
     They are recorded in the file of stored weights, because its placement depends on the workload.
     """
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
-    return {"load": asdict(workload_of(vllm_config)), "target": target_of(vllm_config)}
+    load = workload_of(vllm_config, config)
+    return {"load": asdict(load), "target": target_of(vllm_config)}
 
 
 def all_ranks_have(has: bool) -> bool:
@@ -163,11 +164,22 @@ def all_ranks_have(has: bool) -> bool:
     return not any(_worst_of_ranks([0.0 if has else 1.0]))
 
 
-def workload_of(vllm_config: "VllmConfig") -> Workload:
-    """Return the workload to plan for: requests of the longest length, half of it prompt."""
+def workload_of(vllm_config: "VllmConfig", config: WeightsConfig) -> Workload:
+    """Return the workload to plan for: requests of the longest length, half of it prompt.
+
+    Raises:
+        ConfigError: the configured prompts leave no token to generate.
+    """
     scheduler = vllm_config.scheduler_config
     longest = vllm_config.model_config.max_model_len
     prompt = max(1, longest // 2)
+    if config.prompt_tokens != "auto":
+        prompt = config.prompt_tokens
+        if prompt >= longest:
+            raise ConfigError(
+                f"weights.prompt_tokens is {prompt}, and requests have {longest} tokens "
+                "(--max-model-len), so that none is generated: lower it, or leave it out"
+            )
     return Workload(
         prompt_tokens=prompt,
         output_tokens=max(1, longest - prompt),
