@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quality cost of rounding the layers' matrices to 4 bit: perplexity on ShareGPT text.
 
-The demo model runs in bfloat16, once with its own weights and once with `weights.compress="int4"`.
+A model runs once with its own weights and once with `weights.compress="int4"`: the demo model, or a
+larger one off the 4-bit grid of the file that it comes from.
 vLLM's own engine gives the log-probability of each token of the same texts. Each engine runs in a
 process of its own.
 """
@@ -15,12 +16,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError, engine_environment
 from benchmarks.harness.tables import markdown, number
+from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
 
@@ -28,7 +31,7 @@ RESULT_KEYS = ("perplexity_16bit", "perplexity_int4", "ratio", "bytes", "num_tok
 
 DEFINITIONS = {
     "perplexity_16bit": "exp of the mean negative log-probability of a token given those before it"
-    " in its text, weights in bfloat16",
+    " in its text, with the model's own weights",
     "perplexity_int4": "the same with the layers' matrices in 4 bit, groups of 64",
     "ratio": "perplexity_int4 over perplexity_16bit",
     "bytes": "of the layers' parameters, in 16 bit and with int4",
@@ -46,9 +49,14 @@ _ANSWER = "PERPLEXITY "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of one profile: texts are ShareGPT prompts of at least `min_tokens`, then cut."""
+    """Settings of one profile: texts are ShareGPT prompts of at least `min_tokens`, then cut.
+
+    `model` is `demo` or `coder`. Without AVX-512, bfloat16 is many times slower than float32.
+    """
 
     num_texts: int
+    model: str = "demo"
+    dtype: str = "bfloat16"
     min_tokens: int = 64
     max_tokens: int = 512
     seed: int = 0
@@ -65,10 +73,17 @@ def num_steps(settings: Settings) -> int:
     return len(_SYSTEMS)
 
 
+def model_dir(settings: Settings) -> Path:
+    """Return the model's folder. Raises KeyError for an unknown model."""
+    if settings.model == "coder":
+        return off_grid_dir(coder_model_dir())
+    return {"demo": demo_model_dir}[settings.model]()
+
+
 def texts(settings: Settings) -> list[list[int]]:
     """Return the token ids of the texts. Raises ValueError if there are too few."""
     drawn = sharegpt_requests(
-        min(20 * settings.num_texts, 3000), settings.seed, demo_model_dir(), settings.max_tokens
+        min(20 * settings.num_texts, 3000), settings.seed, model_dir(settings), settings.max_tokens
     )
     long_enough = [
         list(request.prompt_token_ids)
@@ -88,9 +103,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     token_ids = texts(settings)
     measured = {}
     for name, weights in _SYSTEMS.items():
-        measured[name] = _in_a_process(token_ids, weights)
+        measured[name] = _in_a_process(token_ids, weights, settings)
         step(f"{name}: perplexity {perplexity(measured[name]['logprobs']):.3f}")
-    return summarise(measured)
+    return {**summarise(measured), "model": model_dir(settings).name, "dtype": settings.dtype}
 
 
 def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -112,7 +127,6 @@ def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "ratio": int4 / plain,
         "bytes": {name: found["layer_bytes"] for name, found in measured.items()},
         "num_tokens": counts["int4"],
-        "model": demo_model_dir().name,
         "definitions": DEFINITIONS,
     }
 
@@ -133,8 +147,15 @@ def table(result: Mapping[str, Any]) -> str:
     return markdown(["layers' matrices", "perplexity", "layers, MiB"], rows)
 
 
-def _in_a_process(token_ids: Sequence[Sequence[int]], weights: Mapping[str, str]) -> dict[str, Any]:
-    job = {"token_ids": token_ids, "weights": weights}
+def _in_a_process(
+    token_ids: Sequence[Sequence[int]], weights: Mapping[str, str], settings: Settings
+) -> dict[str, Any]:
+    job = {
+        "token_ids": token_ids,
+        "weights": weights,
+        "model": str(model_dir(settings)),
+        "dtype": settings.dtype,
+    }
     finished = subprocess.run(
         [sys.executable, "-m", "benchmarks.suites.weights.int4"],
         input=json.dumps(job),
@@ -163,8 +184,8 @@ def _measure() -> None:
 
     job = json.load(sys.stdin)
     llm = LLM(
-        model=str(demo_model_dir()),
-        dtype="bfloat16",
+        model=job["model"],
+        dtype=job["dtype"],
         enforce_eager=True,
         max_model_len=max(map(len, job["token_ids"])) + 1,
         max_num_seqs=8,
