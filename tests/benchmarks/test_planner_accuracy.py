@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import json
+import statistics
 
 import pytest
 
@@ -39,7 +40,7 @@ def fakes(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
     fakes = FakeEngines(answer(lambda spec, requests: 0.2 * len(requests)))
     monkeypatch.setattr(planner_accuracy, "engines", fakes)
-    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads: sample_probe())
+    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads, folder: sample_probe())
     return fakes
 
 
@@ -48,9 +49,9 @@ def test_result_has_its_keys_and_every_step_is_reported(fakes):
     result = planner_accuracy.run(SETTINGS, steps.append)
     assert set(planner_accuracy.RESULT_KEYS) <= result.keys()
     assert len(steps) == planner_accuracy.num_steps(SETTINGS)
-    assert result["num_configurations"] == 2 * 3 * 2
+    assert result["num_configurations"] == 2 * 3 * (2 + 1)
     json.loads(json.dumps(result, allow_nan=False))
-    assert len(planner_accuracy.table(result).splitlines()) == 2 + 12
+    assert len(planner_accuracy.table(result).splitlines()) == 2 + 18
 
 
 def test_engines_have_made_up_weights_and_the_placement(fakes):
@@ -65,7 +66,7 @@ def test_engines_have_made_up_weights_and_the_placement(fakes):
 
 def test_errors_are_of_the_prediction_over_the_measurement(fakes):
     machine, _ = machine_from_probe(sample_probe())
-    predicted = planner_accuracy.predict("opt", "off", 1, 32, machine, 0.6)
+    predicted = planner_accuracy.predict("opt", "off", "decode", 1, 32, machine, SETTINGS)
     result = planner_accuracy.run(SETTINGS, lambda _: None)
     row = result["by_configuration"][0]
     assert row["predicted_ms"] == pytest.approx(1e3 * predicted)
@@ -73,7 +74,7 @@ def test_errors_are_of_the_prediction_over_the_measurement(fakes):
     assert row["error"] == pytest.approx(predicted / 0.2 - 1)
     errors = sorted(abs(row["error"]) for row in result["by_configuration"])
     assert result["worst_error"] == errors[-1]
-    assert result["median_error"] == pytest.approx((errors[5] + errors[6]) / 2)
+    assert result["median_error"] == pytest.approx((errors[8] + errors[9]) / 2)
 
 
 def test_engines_times_have_no_influence_on_predictions(fakes, monkeypatch):
@@ -89,21 +90,21 @@ def test_engines_times_have_no_influence_on_predictions(fakes, monkeypatch):
 def test_far_weights_are_predicted_to_cost():
     machine, _ = machine_from_probe(sample_probe())
     off, helm, all_far = (
-        planner_accuracy.predict("llama", name, 1, 32, machine, 0.6)
+        planner_accuracy.predict("llama", name, "decode", 1, 32, machine, SETTINGS)
         for name in ("off", "helm", "all_far")
     )
     assert off < helm < all_far
 
 
-def test_a_disturbed_probe_is_taken_again_and_the_quietest_counts(monkeypatch):
+def test_a_disturbed_probe_is_taken_again_and_the_quietest_counts(monkeypatch, tmp_path):
     shares = iter([0.4, 0.2, 0.3, 0.01])
     monkeypatch.setattr(
         planner_accuracy,
         "_probe",
-        lambda threads: {**sample_probe(), "foreign_cpu_share": next(shares)},
+        lambda threads, folder: {**sample_probe(), "foreign_cpu_share": next(shares)},
     )
-    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.2
-    assert planner_accuracy._quiet_probe(1, 2)["foreign_cpu_share"] == 0.01
+    assert planner_accuracy._quiet_probe(1, tmp_path, 2)["foreign_cpu_share"] == 0.2
+    assert planner_accuracy._quiet_probe(1, tmp_path, 2)["foreign_cpu_share"] == 0.01
 
 
 def test_steps_that_are_missing_are_no_result():
@@ -122,12 +123,12 @@ def test_profiles_compare_a_dozen_configurations():
 def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
     """Run in float32, as the smallest shapes are; the prediction's accuracy is not tested."""
     monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
-    tiny = {**shapes.PLANNED_SHAPES["opt"], "num_hidden_layers": 2, "ffn_dim": 512}
+    tiny = {**shapes.PLANNED_SHAPES["opt"], "num_hidden_layers": 8, "ffn_dim": 512}
     tiny |= {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
     monkeypatch.setattr(planner_accuracy, "PLANNED_SHAPES", {"opt": tiny})
     monkeypatch.setattr(shapes, "PLANNED_SHAPES", {"opt": tiny})
 
-    def probe(threads):
+    def probe(threads, folder):
         import torch
 
         from vllm_tiered.devices.cpu import CpuDevice
@@ -135,22 +136,23 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
 
         device = CpuDevice()
         try:
-            return run_probe(device, torch.device("cpu"), TINY)
+            return run_probe(device, torch.device("cpu"), TINY, folder=folder)
         finally:
             device.close()
 
     monkeypatch.setattr(planner_accuracy, "_probe", probe)
     settings = planner_accuracy.Settings(
         models=("opt",),
-        placements=("off", "all_far"),
+        placements=("off", "all_far", "stored", "kv x2"),
         batches=(1, 2),
         contexts=(8, 16),
+        prompts=(64,),
         rounds=1,
         max_repeats=0,
         dtype="float32",
     )
     result = planner_accuracy.run(settings, lambda _: None)
-    assert result["num_configurations"] == 4
+    assert result["num_configurations"] == 4 * 3
     for row in result["by_configuration"]:
         assert 0.1 < row["measured_ms"] < 1000
         assert 0.1 < row["predicted_ms"] < 1000
@@ -163,3 +165,33 @@ def test_several_probes_are_as_good_as_their_median():
     assert machine_from_probe(
         planner_accuracy.median_probe([sample_probe(), slow, sample_probe()])
     ) == machine_from_probe(sample_probe())
+
+
+def test_prompts_are_measured_by_their_first_token(fakes):
+    result = planner_accuracy.run(SETTINGS, lambda _: None)
+    machine, _ = machine_from_probe(sample_probe())
+    row = next(row for row in result["by_configuration"] if row["phase"] == "prompt")
+    times = make_round().requests
+    assert row["measured_ms"] == pytest.approx(
+        1e3 * statistics.median(one.first_token_s - one.arrival_s for one in times)
+    )
+    predicted = planner_accuracy.predict("opt", "off", "prompt", 1, 512, machine, SETTINGS)
+    assert row["predicted_ms"] == pytest.approx(1e3 * predicted)
+
+
+def test_a_swapped_cache_has_fewer_near_blocks_and_a_longer_step(fakes, monkeypatch):
+    disk = {"reads": [{"pattern": "sequential", "gb_per_s": 1.0}]}
+    probe = {**sample_probe(), "storage": disk}
+    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads, folder: probe)
+    settings = dataclasses.replace(SETTINGS, placements=("off", "kv x2", "stored"))
+    planner_accuracy.run(settings, lambda _: None)
+    alone, swapped, stored = fakes.specs[:3]
+    assert swapped.tiered == {"kv": {"expansion": 2.0}}
+    assert 0.5 < swapped.kv_cache_memory_bytes / alone.kv_cache_memory_bytes < 0.9
+    assert stored.tiered["weights"]["far_gib"] == 0
+    machine, _ = machine_from_probe(probe)
+    off, expanded, on_disk = (
+        planner_accuracy.predict("opt", name, "decode", 16, 256, machine, settings)
+        for name in ("off", "kv x2", "stored")
+    )
+    assert off < expanded < on_disk

@@ -3,16 +3,17 @@
 
 import json
 import os
+import re
 
 import pytest
 import scipy.optimize
 
 from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.adapter import cli_args
-from vllm_tiered.cli import plan as plan_command
 from vllm_tiered.cli.main import main
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.planner import choice_counts
+from vllm_tiered.planner import plan as planner_plan
 from vllm_tiered.planner.fit import evaluate_placements
 
 RESULTS: dict[str, list[object]] = {}
@@ -35,7 +36,7 @@ def answers(tmp_path_factory):
 @pytest.fixture
 def model(tmp_path, answers, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
-    monkeypatch.setattr(plan_command, "evaluate_placements", results)
+    monkeypatch.setattr(planner_plan, "evaluate_placements", results)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return str(tmp_path)
 
@@ -107,7 +108,7 @@ def test_the_command_names_the_folder_of_a_config_json_quoted(
     tmp_path, answers, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
-    monkeypatch.setattr(plan_command, "evaluate_placements", results)
+    monkeypatch.setattr(planner_plan, "evaluate_placements", results)
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
@@ -129,6 +130,7 @@ def test_why_says_what_binds_and_what_would_help(model, capsys):
     assert "decode bound by" in out
     assert "336.00 MiB more near memory each" in out
     assert "More far memory would not help." in out
+    assert "If the host's processor computed " in out
     assert plan(model, "--why", near="12", far="5") == 0
     assert "More far memory would help: with 13.00 GiB" in capsys.readouterr().out
 
@@ -149,10 +151,10 @@ def test_energy_follows_the_grid(model, capsys):
 
 
 def test_without_power_figures_there_is_no_energy(model, capsys):
-    plan(model, "--machine", "gh200")
+    plan(model, "--machine", "cpu-2core")
     out = capsys.readouterr().out
     assert "J/token" not in out
-    assert "No energy figures: the power of gh200 is not known." in out
+    assert "No energy figures: the power of cpu-2core is not known." in out
 
 
 def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
@@ -181,7 +183,9 @@ def test_with_matrices_in_4_bit(model, capsys):
 
 def test_what_does_not_fit_exits_3(model, capsys):
     assert plan(model, near="2") == 3
-    assert "does not fit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert re.search(r"\nIt would fit with [\d.]+ (GiB|MiB) more near memory \([\d.]+ GiB\): ", out)
 
 
 def test_what_exceeds_far_memory_is_stored_if_the_disk_is_known(model, capsys):
@@ -202,7 +206,7 @@ def test_what_exceeds_far_memory_is_stored_if_the_disk_is_known(model, capsys):
 
 
 def test_an_unknown_disk_is_said(model, capsys):
-    assert plan(model, "--storage", "--machine", "gh200") not in (0, 3)
+    assert plan(model, "--storage", "--machine", "cpu-2core-ssd") not in (0, 3)
     assert "how fast this machine reads from storage: measure it" in capsys.readouterr().err
 
 
@@ -230,6 +234,8 @@ def test_bad_models_are_named(tmp_path, answers, monkeypatch, capsys, content, m
         ("--tensor-parallel-size", "x"),
         ("--near-gib", "-1"),
         ("--carbon-intensity", "-1"),
+        ("--max-tbt", "0"),
+        ("--max-ttft", "soon"),
     ],
 )
 def test_numbers_out_of_range_are_refused(model, capsys, args):
@@ -244,3 +250,110 @@ def test_an_unknown_machine_names_the_known_ones(model, capsys):
         main(["plan", model, "--near-gib", "8", "--far-gib", "8", "--machine", "abacus"])
     assert stopped.value.code == 2
     assert "rtx4090-pcie4" in capsys.readouterr().err
+
+
+def test_limits_leave_fewer_requests_or_no_plan(model, capsys):
+    assert plan(model, "--json", near="16") == 0
+    free = json.loads(capsys.readouterr().out)
+    assert plan(model, "--json", "--max-tbt", "25", near="16") == 0
+    limited = json.loads(capsys.readouterr().out)
+    assert limited["asked"]["limits"] == {"ttft_seconds": None, "tbt_seconds": 0.025}
+
+    def fits(answer):
+        return {p["placement"]: p for p in answer["placements"] if "requests" in p}
+
+    assert fits(limited).keys() < fits(free).keys()
+    assert all(one["decode_seconds"] <= 0.025 for one in fits(limited).values())
+    assert plan(model, "--max-ttft", "0.001", near="16") == 3
+    out = capsys.readouterr().out
+    assert "all_far does not fit: the time to first token is" in out
+
+
+def test_the_plans_that_no_other_beats_are_listed(model, capsys):
+    assert plan(model, "--pareto", near="16") == 0
+    out = capsys.readouterr().out
+    assert "\nno other plan beats" in out
+    assert plan(model, "--pareto", "--json", near="16") == 0
+    front = json.loads(capsys.readouterr().out)["pareto"]
+    steps = [entry["decode_seconds"] for entry in front]
+    rates = [entry["tokens_per_s"] for entry in front]
+    assert len(front) > 2 and steps == sorted(steps) and rates == sorted(rates)
+
+
+def test_it_says_what_would_be_faster(model, capsys):
+    assert plan(model, "--suggest", "--target", "latency") == 0
+    assert "\nIt would be faster with a variant in 4-bit" in capsys.readouterr().out
+    assert plan(model, "--suggest", "--target", "latency", "--json") == 0
+    changes = json.loads(capsys.readouterr().out)["suggestions"]
+    assert any("more (12.00 GiB)" in change["change"] for change in changes)
+
+
+def test_kv_swapping_is_planned_and_the_command_leaves_room_for_it(model, capsys):
+    assert plan(model, "--machine", "gh200", near="18") == 0
+    out = capsys.readouterr().out
+    found = re.search(
+        r"With KV swapping, which is on by default: (\d+) requests instead of (\d+),", out
+    )
+    assert found and int(found[1]) > int(found[2])
+    assert f"--max-num-seqs {found[1]}" in out and "--tiered-config.kv.far_gib " in out
+    assert plan(model, "--machine", "gh200", "--json", near="18") == 0
+    by_name = {p["placement"]: p for p in json.loads(capsys.readouterr().out)["placements"]}
+    swapped = by_name["all near"]["kv_swapping"]
+    assert swapped["served"]["requests"] > by_name["all near"]["requests"]
+    assert swapped["expansion"] > 1 and swapped["far_bytes"] > 0
+    assert plan(model, "--max-num-seqs", "2", near="20") == 0
+    assert "All 2 requests fit, so KV swapping has nothing to add." in capsys.readouterr().out
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_a_mixture_larger_than_near_memory_keeps_some_experts_there(
+    tmp_path, answers, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    # Experts take 1.31 GiB, the rest 0.20.
+    args = ("--max-num-seqs", "4", "--output-tokens", "16", "--prompt-tokens", "64")
+    assert plan(str(tmp_path), *args, near="0.9") == 0
+    out = capsys.readouterr().out
+    assert "\nexperts in slots *" in out
+    assert " of 8 experts of each layer have a slot" in out
+    near = re.search(r"--tiered-config.experts.near_gib ([\d.]+) --kv-cache-memory-bytes \d+", out)
+    assert near and 0.3 < float(near[1]) < 0.7
+    assert plan(str(tmp_path), *args, "--json", near="0.9") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["chosen"] == "experts in slots"
+    assert 2 <= answer["experts_in_slots"]["slots"] < 8
+    assert plan(str(tmp_path), *args, near="0.9", far="1") == 3
+    assert "experts in slots does not fit: 1.31 GiB of experts exceed" in capsys.readouterr().out
+
+
+def test_a_card_leaves_less_than_its_memory(model, capsys):
+    args = ["plan", model, "--card-gib", "24", "--far-gib", "64", "--machine", "rtx4090-pcie4"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "Of 24.00 GiB, 92% is vLLM's (--gpu-memory-utilization), of which CUDA takes" in out
+    assert main([*args, "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["asked"]
+    # 2048 tokens of 2 x 4096 and 1.5 x 28672 in 16 bit; float32 logits of 256 requests, twice.
+    activations = 2048 * (2 * 4096 + 1.5 * 28672) * 2 + 2 * 4 * 256 * 128256
+    assert asked["card"]["activation_bytes"] == activations
+    assert asked["near_bytes"] == int(0.92 * 24 * 2**30) - int(0.75 * 2**30) - activations
+    with pytest.raises(SystemExit):
+        main([*args, "--near-gib", "8"])
+    args[3] = "1"
+    assert main(args) == 1
+    assert "1.00 GiB of card memory leave nothing near beside" in capsys.readouterr().err

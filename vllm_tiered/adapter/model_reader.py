@@ -58,7 +58,8 @@ def read_model(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
         torch.device("meta"),
     ):
         built = initialize_model(vllm_config)
-        return _facts(vllm_config, built) | {"quantization": quantization}
+        facts = _facts(vllm_config, built)
+    return facts | {"quantization": quantization, "num_ranks": num_ranks}
 
 
 def _facts(vllm_config: Any, built: Any) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def _facts(vllm_config: Any, built: Any) -> dict[str, Any]:
         "head_bytes": _head_bytes(built),
         "kv": list(_kv_caches(vllm_config)),
         "dtype_bytes": model_config.dtype.itemsize,
+        "hidden_size": model_config.get_hidden_size(),
         "max_model_len": model_config.max_model_len,
     }
 

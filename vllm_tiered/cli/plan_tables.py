@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +11,14 @@ from rich.table import Table
 
 from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
+from vllm_tiered.planner.expert_slots import NAME as SLOTS
+from vllm_tiered.planner.expert_slots import SlotsFit
 from vllm_tiered.planner.fit import Fit, NoFit
 from vllm_tiered.planner.memory_split import MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
 from vllm_tiered.planner.serving import ServingEstimate, Workload
-from vllm_tiered.units import GIB, format_bytes
+from vllm_tiered.planner.suggestions import Suggestion
+from vllm_tiered.units import format_bytes
 
 
 def make_console() -> Console:
@@ -43,19 +45,25 @@ def model_lines(shape: ModelShape, load: Workload) -> list[str]:
     if shape.experts:
         lines.append(
             f"{shape.experts.num_experts} experts a layer, {shape.experts.per_token} of them a "
-            "token. Routed experts count as near here; tiered.experts can keep them far."
+            f'token. Routed experts are near, except with "{SLOTS}".'
         )
     classes = (f"{name} {format_bytes(size)}" for name, size in bytes_by_class(shape).items())
     return [*lines, ", ".join(classes)]
 
 
 def placements_table(
-    results: Sequence[Fit | NoFit], chosen: str | None, carbon_intensity: float
+    results: Sequence[Fit | NoFit],
+    slots: SlotsFit | NoFit | None,
+    chosen: str | None,
+    carbon_intensity: float,
 ) -> Table:
     """Return a table of the placements that fit; the chosen one has a star."""
     fitting = [result for result in results if isinstance(result, Fit)]
-    with_energy = any(fit.joules_per_token is not None for fit in fitting)
+    others = [slots] if isinstance(slots, SlotsFit) else []
+    estimates = [*(fit.split.served for fit in fitting), *(fit.served for fit in others)]
+    with_energy = any(served.joules_per_token is not None for served in estimates)
     with_storage = any(fit.storage_bytes for fit in fitting)
+    with_storage |= any(fit.storage_bytes for fit in others)
     tiers = ("far", "stored") if with_storage else ("far",)
     table = _table("placement", "near", "buffers", *tiers, "KV", "requests")
     for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
@@ -70,7 +78,70 @@ def placements_table(
             format_bytes(fit.kv_bytes),
             *_served_cells(fit.split.served, carbon_intensity),
         )
+    for fit_of_slots in others:
+        table.add_row(
+            SLOTS + (" *" if chosen == SLOTS else ""),
+            format_bytes(fit_of_slots.near_bytes),
+            format_bytes(fit_of_slots.slot_bytes),
+            format_bytes(fit_of_slots.far_bytes),
+            *([format_bytes(fit_of_slots.storage_bytes)] if with_storage else []),
+            format_bytes(fit_of_slots.kv_bytes),
+            *_served_cells(fit_of_slots.served, carbon_intensity),
+        )
     return table
+
+
+def slots_lines(slots: SlotsFit) -> list[str]:
+    """Return lines about slots for experts."""
+    return [
+        f"{slots.slots} of {slots.num_experts} experts of each layer have a slot (the column of "
+        f"buffers). One request alone: {1e3 * slots.alone.decode_seconds:.1f} ms a token.",
+        "All experts are taken to be as likely. Routers repeat themselves, so this is the least.",
+    ]
+
+
+def swapping_line(fit: Fit, load: Workload) -> str:
+    """Return a line that says what KV swapping (`kv.expansion` "auto") adds."""
+    swapped = fit.swapped
+    if swapped is None:
+        if fit.requests >= load.max_requests:
+            return f"All {load.max_requests} requests fit, so KV swapping has nothing to add."
+        return "KV swapping would gain nothing: what it reads costs more than requests it adds."
+    served = swapped.served
+    return (
+        f"With KV swapping, which is on by default: {served.requests} requests instead of "
+        f"{fit.requests}, {served.tokens_per_s:.1f} tokens/s instead of {fit.tokens_per_s:.1f}, "
+        f"TBT {1e3 * served.decode_seconds:.1f} ms, stall {served.stall_share:.0%} (expansion "
+        f"{swapped.expansion:.2f}, {swapped.far_layers} layers far, "
+        f"{format_bytes(swapped.far_bytes)} of KV in far memory)."
+    )
+
+
+def pareto_table(front: Sequence[tuple[str, ServingEstimate]], carbon_intensity: float) -> Table:
+    """Return a table of the plans that no other beats."""
+    table = _table("no other plan beats", "requests", "TTFT s", "TBT ms", "stall %", "tokens/s")
+    for heading in _ENERGY if any(served.joules_per_token for _, served in front) else ():
+        table.add_column(heading, justify="right")
+    for name, served in front:
+        table.add_row(name, *_served_cells(served, carbon_intensity))
+    return table
+
+
+def suggestion_lines(suggestions: Sequence[Suggestion], *, fits: bool) -> list[str]:
+    """Return lines that say what would make the model fit, or faster."""
+    if not suggestions:
+        return ["No change that was tried would help."]
+    head = "It would be faster with" if fits else "It would fit with"
+    return [
+        f"{head} {suggestion.change}: {_many(suggestion.served.requests)}, TBT "
+        f"{1e3 * suggestion.served.decode_seconds:.1f} ms, "
+        f"{suggestion.served.tokens_per_s:.1f} tokens/s."
+        for suggestion in suggestions
+    ]
+
+
+def _many(requests: int) -> str:
+    return "one request" if requests == 1 else f"{requests} requests"
 
 
 def batches_table(fit: Fit, carbon_intensity: float) -> Table:
@@ -121,23 +192,6 @@ def machine_lines(name: str, figures: Mapping[str, Mapping[str, object]], power:
     if not power:
         lines.append(f"No energy figures: the power of {name} is not known.")
     return lines
-
-
-def engine_options(fit: Fit) -> list[str]:
-    """Return the options of `vllm serve` for a placement; a budget is rounded so that it fits."""
-    layers = fit.near_bytes + fit.buffer_bytes
-    kv_option = f"--kv-cache-memory-bytes {fit.kv_bytes}"
-    if fit.placement == "all near":
-        return [kv_option]
-    placement = f"--tiered-config.weights.placement {fit.placement}"
-    near_option = "--tiered-config.weights.near_gib"
-    if fit.placement == "throughput":  # layers and KV cache share the budget
-        together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3
-        return [placement, f"{near_option} {together:g}"]
-    if fit.placement == "latency":
-        alone = math.ceil(layers / GIB * 1e3) / 1e3
-        return [placement, f"{near_option} {alone:g}", kv_option]
-    return [placement, kv_option]
 
 
 def far_line(better: MemorySplit | None) -> str:

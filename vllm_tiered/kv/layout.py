@@ -247,6 +247,15 @@ class KvGeometry:
         by_one_layer = free // (self.num_resident + 1)
         return self._bounded(min(by_buffers, by_one_layer))
 
+    @property
+    def logical_limit(self) -> int:
+        """The most blocks that the engine's pool may have.
+
+        vLLM's first view of a layer has as many pages as the pool has blocks, the null block
+        included.
+        """
+        return min(self.block_limit(0), self.near_pages - 1)
+
     def staged_blocks(
         self, used_blocks: float, num_partial: float, resident_blocks: float = 0.0
     ) -> float:

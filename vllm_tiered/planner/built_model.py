@@ -107,6 +107,8 @@ def shape_of(facts: Mapping[str, Any], *, compress: str = "none") -> ModelShape:
         quantization=None if quantised is None else quantised.name,
         max_model_len=facts["max_model_len"],
         matrices=_matrices(facts["layers"]),
+        hidden_size=int(facts.get("hidden_size", 0)),
+        num_ranks=int(facts.get("num_ranks", 1)),
         attention_layers=sum(part.kind is Kind.ATTENTION for part in sublayers) or None,
         **_kv_of(facts["kv"]),
     )
@@ -165,9 +167,10 @@ def _matrices(layers: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 def _kv_of(caches: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the shape's figures of the KV caches."""
     bounded: Counter[tuple[int, int, int, int]] = Counter()
-    per_token = operations = 0
+    per_token = operations = full = 0
     for cache in caches:
         if cache["most"] is None:
+            full += cache["page_bytes"] > 0  # otherwise it reads another layer's
             per_token += -(-cache["page_bytes"] // cache["block_tokens"])
             operations += cache["operations"]
         else:
@@ -175,6 +178,7 @@ def _kv_of(caches: list[dict[str, Any]]) -> dict[str, Any]:
             bounded[key] += 1
     return {
         "kv_bytes_per_token": per_token,
+        "full_attention_layers": full,
         "pair_operations": operations,
         "bounded_kv": tuple(
             BoundedKv(

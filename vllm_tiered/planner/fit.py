@@ -9,10 +9,11 @@ more than more weights in near memory (HeLM V-C).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.planner.kv_swapping import SwappedKv, swap_kv
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import (
     BASELINES,
@@ -26,11 +27,20 @@ from vllm_tiered.planner.memory_split import (
     split_with,
 )
 from vllm_tiered.planner.model_shape import ModelShape
-from vllm_tiered.planner.serving import ServingEstimate, Workload, estimate_serving
+from vllm_tiered.planner.serving import (
+    NO_LIMITS,
+    Limits,
+    ServingEstimate,
+    Workload,
+    estimate_serving,
+)
 from vllm_tiered.planner.step_time import storage_link
 from vllm_tiered.planner.throughput_split import split_for_throughput
 
 _PLANS = {"latency": split_for_latency, "throughput": split_for_throughput}
+
+NAMES = (*BASELINES, *_PLANS)
+"""All placements, the papers' first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +54,7 @@ class Fit:
             (:class:`ServingEstimate`).
         batches: estimates for 1, 2, 4, ... requests, up to ``requests``.
         split: the memory split that the figures come from.
+        swapped: the level of KV swapping that serves the most tokens; None if none gains.
     """
 
     placement: str
@@ -61,11 +72,17 @@ class Fit:
     joules_per_token: float | None
     batches: tuple[ServingEstimate, ...]
     split: MemorySplit
+    swapped: SwappedKv | None
+
+    @property
+    def most_requests(self) -> int:
+        """Requests at a time, with the KV cache swapped where that gains."""
+        return self.swapped.served.requests if self.swapped else self.requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoFit:
-    """Reason why a placement does not fit.
+    """Reason why a placement does not fit, or is too slow for the limits.
 
     Attributes:
         budget: the budget that is too small.
@@ -74,7 +91,7 @@ class NoFit:
 
     placement: str
     reason: str
-    budget: Literal["near", "far"]
+    budget: Literal["near", "far", "time"]
     short_bytes: int
 
 
@@ -86,6 +103,8 @@ def evaluate_placements(
     far_bytes: int,
     *,
     has_storage: bool = False,
+    limits: Limits = NO_LIMITS,
+    names: Sequence[str] = NAMES,
 ) -> Iterator[Fit | NoFit]:
     """Yield a result for each placement as the engine would make it, beginning with all near.
 
@@ -97,6 +116,8 @@ def evaluate_placements(
         load: the workload.
         near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV cache.
         has_storage: whether weights that exceed ``far_bytes`` are stored.
+        limits: times that may not be exceeded; fewer requests are then served at a time.
+        names: the placements to evaluate.
 
     Raises:
         ConfigError: storage is used, but the machine's storage bandwidth is not known.
@@ -109,16 +130,22 @@ def evaluate_placements(
     room = MemoryBudget(
         near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
     )
-    plans = [name for name in _PLANS if name != "throughput" or shape.may_share_with_kv]
-    for name in (*BASELINES, *plans):
-        try:
-            split = _split(name, shape, machine, load, room)
-        except BudgetError:
-            split = None
+    for name in names:
+        if name == "throughput" and not shape.may_share_with_kv:
+            continue
+        split = _split(name, shape, machine, load, room)
         if split is None:
             yield _explain_no_fit(name, shape, machine, load, near_bytes, far_bytes)
+            continue
+        excess = limits.excess(split.served)
+        within: MemorySplit | None = split
+        if excess:
+            within = _split_within(limits, name, split, shape, machine, load, room)
+        if within is None:
+            reason = limits.excess(split.alone) or str(excess)
+            yield NoFit(placement=name, reason=reason, budget="time", short_bytes=0)
         else:
-            yield _fit(name, split, shape, machine, load)
+            yield _fit(name, within, shape, machine, load, far_bytes, limits)
 
 
 def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
@@ -151,12 +178,50 @@ def plan_with_unbounded_far(
 def _split(
     name: str, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
 ) -> MemorySplit | None:
-    if name in _PLANS:
+    """Return the split of a placement; None if it does not fit."""
+    if name not in _PLANS:
+        return split_with(baseline(name, shape), shape, machine, load, room)
+    try:
         return _PLANS[name](shape, machine, load, room)
-    return split_with(baseline(name, shape), shape, machine, load, room)
+    except BudgetError:
+        return None
 
 
-def _fit(name: str, split: MemorySplit, shape: ModelShape, machine: Machine, load: Workload) -> Fit:
+def _split_within(
+    limits: Limits,
+    name: str,
+    split: MemorySplit,
+    shape: ModelShape,
+    machine: Machine,
+    load: Workload,
+    room: MemoryBudget,
+) -> MemorySplit | None:
+    """Return the split for the most requests within the limits; None if one exceeds them.
+
+    A plan is made anew for each number, as fewer requests leave room for more weights.
+    """
+    splits: dict[int, MemorySplit] = {}
+
+    def estimate(requests: int) -> ServingEstimate | None:
+        made = _split(name, shape, machine, replace(load, max_requests=requests), room)
+        if made is None:
+            return None
+        splits[requests] = made
+        return made.served
+
+    served = limits.most_requests(split.served.requests, estimate)
+    return next((made for made in splits.values() if made.served is served), None)
+
+
+def _fit(
+    name: str,
+    split: MemorySplit,
+    shape: ModelShape,
+    machine: Machine,
+    load: Workload,
+    far_bytes: int,
+    limits: Limits,
+) -> Fit:
     placement, served = split.placement, split.served
     most = served.requests
     sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
@@ -176,6 +241,16 @@ def _fit(name: str, split: MemorySplit, shape: ModelShape, machine: Machine, loa
         joules_per_token=served.joules_per_token,
         batches=tuple(estimate_serving(shape, machine, placement, load, size) for size in sizes),
         split=split,
+        swapped=swap_kv(
+            shape,
+            machine,
+            placement,
+            load,
+            kv_bytes=split.kv_bytes,
+            far_bytes=far_bytes - placement.far_bytes,
+            without=served,
+            limits=limits,
+        ),
     )
 
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.machine import Figures, Machine, load_profile, profile_names, provenance
+from vllm_tiered.planner.machine import (
+    Figures,
+    Machine,
+    load_profile,
+    profile_names,
+    provenance,
+    read_profile,
+)
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.untrusted import parse_json
 
@@ -31,14 +38,25 @@ _AGAIN = "measure again with vllm-tiered probe"
 
 
 def load_machine(name_or_path: str) -> tuple[Machine, Figures]:
-    """Load a machine by its profile's name or from a probe's file, with its figures' provenance.
+    """Load a machine by its profile's name or from a file, with its figures' provenance.
+
+    A file that ends in `.toml` has the form of the profiles; another is a probe's.
 
     Raises:
-        ConfigError: see :func:`read_probe_file`.
+        ConfigError: the file cannot be read, or a figure in it is not as it must be; see
+            :func:`read_probe_file`.
     """
     if name_or_path in profile_names():
         return load_profile(name_or_path), provenance(name_or_path)
-    return read_probe_file(Path(name_or_path))
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        return read_probe_file(path)
+    try:
+        return read_profile(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{path.name}: ')}") from error
 
 
 def read_probe_file(path: Path) -> tuple[Machine, Figures]:

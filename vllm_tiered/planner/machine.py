@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +15,13 @@ from vllm_tiered.energy.carbon import Power
 from vllm_tiered.planner.measured_curves import MeasuredCurves
 
 _PROFILES = Path(__file__).parent / "profiles"
-_MAY_BE_KNOWN = {"storage_read_gb_per_s"}
+_MAY_BE_KNOWN = {"storage_read_gb_per_s", "peer_gb_per_s", "host_gb_per_s"}
+_MAY_BE_ZERO = {
+    "near_bytes_per_copied_byte",
+    "step_overhead_ms",
+    "request_overhead_us",
+    "far_layer_overhead_us",
+}
 _KINDS = {"measured", "published", "calibrated", "assumed"}
 
 Figures: TypeAlias = Mapping[str, Mapping[str, object]]
@@ -36,6 +43,10 @@ class Machine:
         far_layer_overhead_us: time that each far layer adds to a step, to submit and await its two
             copies (KV in and out, or the weights of attention and FFN).
         storage_read_gb_per_s: bandwidth of large sequential reads from storage; None if unknown.
+        peer_gb_per_s: bandwidth from one near tier to another, of tensor-parallel ranks; None if
+            they exchange over the far link.
+        host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
+            if unknown, or if the processor is the near tier's own.
         power: power that the machine draws; None if unknown.
         curves: curves that a probe measured; None if the machine was not probed.
     """
@@ -49,6 +60,8 @@ class Machine:
     request_overhead_us: float
     far_layer_overhead_us: float
     storage_read_gb_per_s: float | None = None
+    peer_gb_per_s: float | None = None
+    host_gb_per_s: float | None = None
     power: Power | None = None
     curves: MeasuredCurves | None = None
 
@@ -64,8 +77,8 @@ def provenance(name: str) -> Figures:
     Raises:
         KeyError, ValueError: see :func:`load_profile`.
     """
-    load_profile(name)  # it checks the figures
-    return tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
+    load_profile(name)  # it names the profiles that there are
+    return read_profile(_PROFILES / f"{name}.toml")[1]
 
 
 @cache
@@ -79,6 +92,17 @@ def load_profile(name: str) -> Machine:
     path = _PROFILES / f"{name}.toml"
     if not path.is_file():
         raise KeyError(f"no machine {name!r}; there are {', '.join(profile_names())}")
+    return read_profile(path)[0]
+
+
+def read_profile(path: Path) -> tuple[Machine, Figures]:
+    """Return the machine that a file in the form of the profiles describes, and its figures.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not TOML, or a figure is missing, unknown, no number above 0, or has no
+            kind and source.
+    """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     watts = {field.name for field in fields(Power)}
     expected = {field.name for field in fields(Machine)} - {"power", "curves"} - _MAY_BE_KNOWN
@@ -88,9 +112,15 @@ def load_profile(name: str) -> Machine:
     if table.keys() != expected:
         odd = sorted(table.keys() ^ expected)
         raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")
+    values: dict[str, float] = {}
     for key, figure in table.items():
+        figure = figure if isinstance(figure, Mapping) else {}
         if figure.get("kind") not in _KINDS or not figure.get("source"):
             raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
-    values = {key: float(figure["value"]) for key, figure in table.items()}
+        value = figure.get("value")
+        least = 0.0 if key in _MAY_BE_ZERO | watts else sys.float_info.min
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+            raise ValueError(f"{path.name}: {key} is {value!r}, and must be a number above 0")
+        values[key] = float(value)
     power = Power(**{key: values.pop(key) for key in watts}) if watts & values.keys() else None
-    return Machine(**values, power=power, curves=None)
+    return Machine(**values, power=power, curves=None), table

@@ -164,9 +164,12 @@ class ModelShape:
             keep every token's KV.
         bounded_kv: the other layers' KV caches.
         attention_layers: number of sublayers of attention; None if each layer has one.
+        full_attention_layers: layers that keep every token's KV; None if each layer does.
         experts: the routed experts of a mixture.
         quantization: the checkpoint's format; None for weights of ``dtype_bytes``.
         max_model_len: the most tokens of a request, if known.
+        hidden_size: width of what a layer passes on; 0 if unknown.
+        num_ranks: ranks of tensor parallelism.
     """
 
     family: str
@@ -180,14 +183,23 @@ class ModelShape:
     pair_operations: int = 0
     bounded_kv: tuple[BoundedKv, ...] = ()
     attention_layers: int | None = None
+    full_attention_layers: int | None = None
     experts: RoutedExperts | None = None
     quantization: str | None = None
     max_model_len: int | None = None
+    hidden_size: int = 0
+    num_ranks: int = 1
 
     @property
     def num_attention(self) -> int:
         """Sublayers of attention."""
         return self.num_layers if self.attention_layers is None else self.attention_layers
+
+    @property
+    def num_full_attention(self) -> int:
+        """Layers that keep every token's KV, in a cache of their own."""
+        known = self.full_attention_layers
+        return self.num_layers if known is None else known
 
     @property
     def may_share_with_kv(self) -> bool:
@@ -313,6 +325,8 @@ def model_shape(
         head_bytes=vocabulary * width,
         kv_bytes_per_token=2 * kv_heads * sizes.head_size * sizes.layers * width,
         dtype_bytes=width,
+        hidden_size=sizes.hidden,
+        num_ranks=tensor_parallel,
         pair_operations=4 * sizes.heads * sizes.head_size * sizes.layers // tensor_parallel,
         matrices={name: (out[0], out[1]) for name, out in shapes.items() if len(out) == 2},
     )

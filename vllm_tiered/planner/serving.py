@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_tiered.planner.machine import Machine
@@ -76,6 +77,62 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Times that a plan may not exceed; None without a limit.
+
+    Attributes:
+        ttft_seconds: time to first token of a request that does not wait for others.
+        tbt_seconds: time between tokens.
+    """
+
+    ttft_seconds: float | None = None
+    tbt_seconds: float | None = None
+
+    def excess(self, served: ServingEstimate) -> str | None:
+        """Return what exceeds the limits, and by how much; None if nothing does."""
+        if self.tbt_seconds is not None and served.decode_seconds > self.tbt_seconds:
+            many = "one request" if served.requests == 1 else f"{served.requests} requests"
+            return (
+                f"with {many} the time between tokens is {1e3 * served.decode_seconds:.1f} ms, and "
+                f"{1e3 * self.tbt_seconds:g} are allowed"
+            )
+        if self.ttft_seconds is not None and served.prefill_seconds > self.ttft_seconds:
+            return (
+                f"the time to first token is {served.prefill_seconds:.2f} s, and "
+                f"{self.ttft_seconds:g} are allowed"
+            )
+        return None
+
+    def most_requests(
+        self, most: int, estimate: Callable[[int], ServingEstimate | None]
+    ) -> ServingEstimate | None:
+        """Return the estimate for the most requests within the limits; None if one exceeds them.
+
+        Args:
+            most: the most requests.
+            estimate: predicts a number of requests; None if that cannot be served.
+        """
+
+        def found(requests: int) -> ServingEstimate | None:
+            served = estimate(requests)
+            return None if served is None or self.excess(served) else served
+
+        if (best := found(most)) or self == NO_LIMITS:
+            return best
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if served := found(middle):
+                best, low = served, middle
+            else:
+                high = middle - 1
+        return best
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServingEstimate:
     """Predicted times and rates for a number of requests at a time.
 
@@ -102,12 +159,33 @@ def estimate_serving(
     shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
 ) -> ServingEstimate:
     """Predict the steady state with ``requests`` requests of the workload at a time."""
-    decode = predict_step(shape, machine, placement, load.decode(requests))
-    alone = _prefill_time(shape, machine, placement, load, 1)
+
+    def predict(batch: Batch) -> StepTime:
+        return predict_step(shape, machine, placement, batch)
+
+    return estimate_with(predict, machine, load, requests, placement.far_bytes)
+
+
+def estimate_with(
+    predict: Callable[[Batch], StepTime],
+    machine: Machine,
+    load: Workload,
+    requests: int,
+    far_bytes: int,
+) -> ServingEstimate:
+    """Predict the steady state from a prediction of each step.
+
+    Args:
+        predict: predicts the step of a batch.
+        machine: machine whose power counts.
+        load: the workload.
+        requests: requests at a time.
+        far_bytes: far memory in use, which takes power.
+    """
+    decode = predict(load.decode(requests))
+    alone = _prefill_time(predict, load, 1)
     together = max(1, min(requests, load.max_batched_tokens // load.prompt_tokens))
-    prompts = alone
-    if together > 1:
-        prompts = _prefill_time(shape, machine, placement, load, together)
+    prompts = alone if together == 1 else _prefill_time(predict, load, together)
     # Prefill steps delay the other requests' tokens.
     steps = requests / together
     seconds = load.output_tokens * decode.seconds + steps * prompts.seconds
@@ -120,19 +198,13 @@ def estimate_serving(
         decode_seconds=decode.seconds,
         stall_share=decode.stall_seconds / decode.seconds,
         tokens_per_s=tokens / seconds,
-        joules_per_token=power.joules(seconds, stall, placement.far_bytes) / tokens
-        if power
-        else None,
+        joules_per_token=power.joules(seconds, stall, far_bytes) / tokens if power else None,
     )
 
 
-def _prefill_time(
-    shape: ModelShape, machine: Machine, placement: Placement, load: Workload, requests: int
-) -> StepTime:
+def _prefill_time(predict: Callable[[Batch], StepTime], load: Workload, requests: int) -> StepTime:
     """Return the time of all steps that compute the prompts of so many requests together."""
-    steps = [
-        predict_step(shape, machine, placement, batch) for batch in load.prefill_steps(requests)
-    ]
+    steps = [predict(batch) for batch in load.prefill_steps(requests)]
     return StepTime(
         seconds=sum(step.seconds for step in steps),
         link_seconds=sum(step.link_seconds for step in steps),

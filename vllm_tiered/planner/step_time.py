@@ -7,6 +7,9 @@ reads the KV cache, and multiplies each new token with all earlier ones. While c
 and link slow down by measured factors, or because they share the near tier's bandwidth. The time of
 a step outside the layers is a figure of the machine, plus the time to read the weights of the head.
 
+Tensor-parallel ranks add up each sublayer's outputs (all-reduce): two times the bytes of a rank's
+share, over the link between near tiers or, without one, through the far tier.
+
 Weights in 4 bit have shorter transfers, and less memory traffic in the roofline. An engine measures
 GEMMs with such weights. `vllm-tiered probe` does not, so the times in 16 bit are used for its
 machine.
@@ -31,6 +34,9 @@ from vllm_tiered.planner.pipeline_time import (
 )
 from vllm_tiered.weights.layout import Kind, Parameter, Role, Sublayer
 from vllm_tiered.weights.placement import Placement
+
+ALL_REDUCE_SECONDS = 20e-6
+"""Assumed latency of an all-reduce of few bytes, as NCCL has it over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +108,19 @@ def roofline_of(
 def step_overhead_seconds(machine: Machine, requests: int) -> float:
     """Return the seconds of a step outside the model's layers and head."""
     return machine.step_overhead_ms * 1e-3 + requests * machine.request_overhead_us * 1e-6
+
+
+def all_reduce_seconds(shape: ModelShape, machine: Machine, tokens: int) -> float:
+    """Return the seconds in which ranks add up a sublayer's outputs for so many tokens.
+
+    No computation hides them. Through the far tier each byte takes the link twice.
+    """
+    ranks = shape.num_ranks
+    if ranks == 1:
+        return 0.0
+    moved = 2 * (ranks - 1) / ranks * tokens * shape.hidden_size * shape.dtype_bytes
+    gb_per_s = machine.peer_gb_per_s or machine.read_gb_per_s / 2
+    return ALL_REDUCE_SECONDS + moved / (gb_per_s * 1e9)
 
 
 def roofline(
@@ -181,9 +200,10 @@ def compute_times(
     else:
         rest += shape.head_bytes / (machine.near_gb_per_s * 1e9)
     staged = placement.offloaded if placement else [((), ())] * len(shape.sublayers)
+    exchange = all_reduce_seconds(shape, machine, batch.tokens)
     return ComputeTimes(
         compute=tuple(
-            roofline(sublayer, shape, machine, batch, (*far, *stored)).seconds
+            roofline(sublayer, shape, machine, batch, (*far, *stored)).seconds + exchange
             for sublayer, (far, stored) in zip(shape.sublayers, staged, strict=True)
         ),
         rest=rest,

@@ -2,6 +2,7 @@
 """Shapes from what vLLM says of its class: caches, experts, formats; by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
 from vllm_tiered.planner.model_shape import BoundedKv
 from vllm_tiered.planner.serving import Workload, estimate_serving
-from vllm_tiered.planner.step_time import Batch, predict_step, roofline
+from vllm_tiered.planner.step_time import Batch, all_reduce_seconds, predict_step, roofline
 from vllm_tiered.weights.layout import Role
 
 MACHINE = load_profile("rtx4090-pcie4")
@@ -225,3 +226,20 @@ def test_a_damaged_answer_is_asked_for_again(monkeypatch, tmp_path):
     kept.write_text("{")
     assert built_shape(str(tmp_path)) == first
     assert json.loads(kept.read_text())["path"] == "model.layers"
+
+
+def test_ranks_add_up_each_sublayers_outputs():
+    """Two of 64 x 2 bytes a token, each half of which goes and comes once: 128 bytes a token."""
+    alone = shape_of(facts(hidden_size=64))
+    pair = shape_of(facts(hidden_size=64, num_ranks=2))
+    batch = Batch(requests=10, new_tokens=100, context_tokens=0)
+    near = baseline("all near", alone)
+    added = (
+        predict_step(pair, MACHINE, near, batch).seconds
+        - predict_step(alone, MACHINE, near, batch).seconds
+    )
+    through_far = 1000 * 128 / (MACHINE.read_gb_per_s / 2 * 1e9)
+    assert added == pytest.approx(4 * (20e-6 + through_far))
+    linked = replace(MACHINE, peer_gb_per_s=100.0)
+    assert all_reduce_seconds(pair, linked, 1000) == pytest.approx(20e-6 + 128e3 / 100e9)
+    assert all_reduce_seconds(alone, linked, 1000) == 0

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines: every figure states its source."""
 
+import dataclasses
+import re
+
 import pytest
 
 import vllm_tiered.planner.machine as machines
+from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.from_probe import load_machine
 from vllm_tiered.planner.machine import load_profile, profile_names
 
 
 def test_every_machine_has_its_figures_and_their_sources():
     assert set(profile_names()) == {
+        "a100-cxl-asic",
+        "a100-cxl-fpga",
+        "a100-memory-mode",
         "a100-optane",
         "cpu-2core",
         "cpu-2core-ssd",
@@ -24,7 +32,7 @@ def test_every_machine_has_its_figures_and_their_sources():
 
 def test_unknown_machines_name_the_known_ones():
     with pytest.raises(
-        KeyError, match="no machine 'a100'; there are a100-optane, cpu-2core, cpu-2core-ssd, gh200"
+        KeyError, match="no machine 'a100'; there are a100-cxl-asic, a100-cxl-fpga, a100-memory"
     ):
         load_profile("a100")
 
@@ -32,7 +40,7 @@ def test_unknown_machines_name_the_known_ones():
 def test_what_a_machine_draws_is_known_or_not():
     for name in profile_names():
         power = load_profile(name).power
-        assert (power is None) == (name in ("cpu-2core", "cpu-2core-ssd", "gh200"))
+        assert (power is None) == (name in ("cpu-2core", "cpu-2core-ssd"))
         if power is not None:
             assert 0 < power.near_idle_watts < power.near_active_watts
 
@@ -63,3 +71,37 @@ def test_figures_without_provenance_are_refused(monkeypatch, tmp_path, text, mes
     monkeypatch.setattr(machines, "_PROFILES", tmp_path)
     with pytest.raises(ValueError, match=message):
         load_profile.__wrapped__("odd")
+
+
+def test_a_file_of_ones_own_has_the_form_of_the_profiles(tmp_path):
+    text = (machines._PROFILES / "gh200.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("value = 419", "value = 100"), encoding="utf-8")
+    machine, figures = load_machine(str(path))
+    assert machine.read_gb_per_s == 100
+    assert dataclasses.replace(machine, read_gb_per_s=419.0) == load_profile("gh200")
+    assert figures["read_gb_per_s"]["kind"] == "published"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("value = 419", "value = -1", "read_gb_per_s is -1, and must be a number above 0"),
+        ("value = 419", "value = true", "read_gb_per_s is True, and must be a number"),
+        ("value = 419", 'value = "fast"', "read_gb_per_s is 'fast', and must be a number"),
+        ("value = 419", "value = ", "Invalid value"),
+        ("[read_gb_per_s]", "[read]", "figures missing or unknown: read, read_gb_per_s"),
+        ('kind = "published"', 'kind = "known"', "needs a source and a kind"),
+    ],
+)
+def test_a_file_with_an_odd_figure_is_refused(tmp_path, old, new, message):
+    text = (machines._PROFILES / "gh200.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: .*{re.escape(message)}"):
+        load_machine(str(path))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"mine.toml: cannot be read: No such file"):
+        load_machine(str(tmp_path / "mine.toml"))

@@ -263,25 +263,17 @@ def make_levels(
 
 def fixed_limit(kv: KvConfig, geometry: KvGeometry) -> int:
     """Return the most blocks that the engine's pool may have at a configured expansion."""
-    limit = logical_limit(geometry)
+    limit = geometry.logical_limit
     if not kv.keeps_blocks:
         return limit
     return min(limit, int(float(kv.expansion) * geometry.near_pages) // geometry.num_layers)
-
-
-def logical_limit(geometry: KvGeometry) -> int:
-    """Return the most blocks that the engine's pool may have.
-
-    vLLM's first view of a layer has as many pages as the pool has blocks, the null block included.
-    """
-    return min(geometry.block_limit(0), geometry.near_pages - 1)
 
 
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     """Remove the levels above one; only level 0 is left if no other level holds more blocks."""
     if levels.keeps_blocks:
         return with_max_blocks(levels, levels.max_blocks if num_far == levels.max_num_far else 0)
-    blocks_of = [logical_limit(levels.geometry(Level(m))) for m in range(num_far + 1)]
+    blocks_of = [levels.geometry(Level(m)).logical_limit for m in range(num_far + 1)]
     # The lowest of the levels that hold the most, as more offloaded layers would only cost.
     highest = blocks_of.index(max(blocks_of))
     return dataclasses.replace(levels, max_num_far=highest, max_blocks=blocks_of[highest])
@@ -290,7 +282,7 @@ def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
 def with_max_blocks(levels: KvLevels, num_blocks: int) -> KvLevels:
     """Remove the levels with more blocks; only level 0 is left if no other one has more blocks."""
     alone = levels.geometry(Level(0)).block_limit(0)
-    most = min(num_blocks, logical_limit(levels.geometry(Level(levels.max_num_far))))
+    most = min(num_blocks, levels.geometry(Level(levels.max_num_far)).logical_limit)
     if most <= alone:
         return dataclasses.replace(levels, max_num_far=0, max_blocks=alone)
     return dataclasses.replace(levels, max_blocks=most)
@@ -323,7 +315,7 @@ def within_far_budget(levels: KvLevels, budget: int) -> KvLevels:
 
     def far_bytes(num_far: int) -> int:
         geometry = levels.geometry(Level(num_far))
-        return geometry.far_bytes(logical_limit(geometry) + 1)
+        return geometry.far_bytes(geometry.logical_limit + 1)
 
     fitting = [m for m in range(levels.max_num_far + 1) if far_bytes(m) <= budget]
     return with_max_num_far(levels, fitting[-1])
@@ -392,7 +384,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             levels = with_max_blocks(levels, num_blocks - 1)
         else:
             blocks_of = [
-                logical_limit(levels.geometry(Level(m))) for m in range(levels.max_num_far + 1)
+                levels.geometry(Level(m)).logical_limit for m in range(levels.max_num_far + 1)
             ]
             fitting = [m for m, blocks in enumerate(blocks_of) if blocks < num_blocks]
             levels = with_max_num_far(levels, fitting[-1] if fitting else 0)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights that the host computes: bounds of both rates, by hand, and machines without gain."""
+
+import dataclasses
+
+import pytest
+
+from tests.fixtures.model_configs import LLAMA_3_8B
+from vllm_tiered.planner.host_compute import (
+    ROUND_TRIP_SECONDS,
+    host_bytes_per_s,
+    host_step,
+    plan_host,
+)
+from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.memory_split import baseline
+from vllm_tiered.planner.model_shape import model_shape
+from vllm_tiered.planner.step_time import Batch, compute_times, roofline
+
+LLAMA = model_shape(LLAMA_3_8B)
+ALL_FAR = baseline("all_far", LLAMA)
+ONE = Batch(requests=1, new_tokens=1, context_tokens=500)
+DESKTOP = dataclasses.replace(
+    load_profile("rtx4090-pcie4"), near_bytes_per_copied_byte=0, far_layer_overhead_us=0
+)
+"""25 GB/s over the link, and 70 - 25 = 45 for the processor."""
+
+
+def test_with_all_on_the_host_a_step_is_what_it_reads_and_what_is_near():
+    every = tuple(range(64))
+    step = host_step(LLAMA, DESKTOP, ALL_FAR, ONE, every)
+    near = sum(
+        roofline(
+            dataclasses.replace(
+                sublayer, parameters=tuple(p for p in sublayer.parameters if p not in far)
+            ),
+            LLAMA,
+            DESKTOP,
+            ONE,
+        ).seconds
+        for sublayer, far in zip(ALL_FAR.sublayers, ALL_FAR.far, strict=True)
+    )
+    far_bytes = sum(p.num_bytes for far in ALL_FAR.far for p in far)
+    rest = compute_times(LLAMA, DESKTOP, ONE, ALL_FAR).rest
+    expected = far_bytes / 45e9 + 64 * ROUND_TRIP_SECONDS + near + rest
+    assert step.seconds == pytest.approx(expected)
+    assert step.link_seconds == step.stall_seconds == 0
+
+
+def test_the_best_share_nears_the_sum_of_both_rates():
+    plan = plan_host(LLAMA, DESKTOP, ALL_FAR, ONE)
+    assert plan is not None
+    far_bytes = sum(p.num_bytes for far in ALL_FAR.far for p in far)
+    bound = far_bytes / 70e9
+    assert bound < plan.step.seconds < 1.35 * bound
+    assert plan.without.seconds > far_bytes / 25e9
+    share = plan.host_bytes / far_bytes
+    assert 0.4 < share < 0.75, "45 of 70 GB/s are the processor's"
+    assert len(plan.sublayers) < plan.far_sublayers == 64
+    assert f"computed {len(plan.sublayers)} of 64 far sublayers" in plan.describe()
+
+
+def test_no_other_number_is_better():
+    plan = plan_host(LLAMA, DESKTOP, ALL_FAR, ONE)
+    assert plan is not None
+    for count in (1, 8, 16, 32, 48, 64):
+        chosen = tuple(index * 64 // count for index in range(count))
+        assert host_step(LLAMA, DESKTOP, ALL_FAR, ONE, chosen).seconds >= plan.step.seconds
+
+
+def test_a_link_as_fast_as_host_memory_leaves_the_host_nothing():
+    fast = dataclasses.replace(DESKTOP, read_gb_per_s=70.0)
+    assert host_bytes_per_s(fast) is None
+    assert plan_host(LLAMA, fast, ALL_FAR, ONE) is None
+
+
+def test_without_far_weights_or_figures_there_is_no_plan():
+    assert plan_host(LLAMA, DESKTOP, baseline("all near", LLAMA), ONE) is None
+    assert plan_host(LLAMA, load_profile("gh200"), ALL_FAR, ONE) is None

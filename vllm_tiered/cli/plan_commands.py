@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm serve` command of a plan."""
+
+import argparse
+import math
+import shlex
+from pathlib import Path
+
+from vllm_tiered.planner.expert_slots import SlotsFit
+from vllm_tiered.planner.fit import Fit
+from vllm_tiered.planner.serving import Workload
+from vllm_tiered.units import GIB
+
+
+def placement_command(args: argparse.Namespace, load: Workload, best: Fit) -> list[str]:
+    """Return the words of the command that serves a placement as it was planned."""
+    words = _engine_options(best)
+    if best.placement == "throughput":
+        words.append(f"--tiered-config.weights.prompt_tokens {load.prompt_tokens}")
+    if args.compress != "none":
+        words.append(f"--tiered-config.weights.compress {args.compress}")
+    if args.storage and best.storage_bytes:
+        words.append(f"--tiered-config.weights.far_gib {args.far_gib:g}")
+        words.append("--tiered-config.weights.storage_path FOLDER")
+    if best.swapped:  # the budget is the server's, and a plan is of one rank
+        far = math.ceil(best.swapped.far_bytes * args.tensor_parallel_size / GIB * 1e3) / 1e3
+        words.append(f"--tiered-config.kv.far_gib {far:g}")
+    # The planned number of requests: more would wait for KV blocks, or make the engine plan anew.
+    return _serve(args, load, words, best.most_requests)
+
+
+def slots_command(args: argparse.Namespace, load: Workload, slots: SlotsFit) -> list[str]:
+    """Return the words of the command that serves with experts in slots."""
+    near = math.ceil(slots.slot_bytes / GIB * 1e3) / 1e3
+    words = [f"--tiered-config.experts.near_gib {near:g}"]
+    if slots.storage_bytes:
+        words.append(f"--tiered-config.experts.far_gib {args.far_gib:g}")
+        words.append("--tiered-config.experts.storage_path FOLDER")
+    words.append(f"--kv-cache-memory-bytes {slots.kv_bytes}")
+    return _serve(args, load, words, slots.served.requests)
+
+
+def _serve(
+    args: argparse.Namespace, load: Workload, options: list[str], requests: int
+) -> list[str]:
+    """Return the command with these options and those that all plans have."""
+    model = Path(args.model)
+    name = shlex.quote(str(model.parent) if model.is_file() else args.model)
+    words = ["vllm serve", name, "--plugin tiered", *options]
+    if args.dtype != "auto":
+        words.append(f"--dtype {args.dtype}")
+    if args.tensor_parallel_size > 1:
+        words.append(f"--tensor-parallel-size {args.tensor_parallel_size}")
+    words.append(f"--max-model-len {load.tokens}")
+    words.append(f"--max-num-seqs {requests}")
+    return words
+
+
+def _engine_options(fit: Fit) -> list[str]:
+    """Return the options of `vllm serve` for a placement; a budget is rounded so that it fits."""
+    layers = fit.near_bytes + fit.buffer_bytes
+    kv_option = f"--kv-cache-memory-bytes {fit.kv_bytes}"
+    if fit.placement == "all near":
+        return [kv_option]
+    placement = f"--tiered-config.weights.placement {fit.placement}"
+    near_option = "--tiered-config.weights.near_gib"
+    if fit.placement == "throughput":  # layers and KV cache share the budget
+        together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3
+        return [placement, f"{near_option} {together:g}"]
+    if fit.placement == "latency":
+        alone = math.ceil(layers / GIB * 1e3) / 1e3
+        return [placement, f"{near_option} {alone:g}", kv_option]
+    return [placement, kv_option]

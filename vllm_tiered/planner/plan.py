@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question to the planner, and its answer: placements, slots for experts, the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm_tiered.planner.bottleneck import Bottleneck, find_bottlenecks
+from vllm_tiered.planner.expert_slots import SlotsFit, plan_slots
+from vllm_tiered.planner.fit import (
+    NAMES,
+    Fit,
+    NoFit,
+    chosen_placement,
+    evaluate_placements,
+    plan_with_unbounded_far,
+)
+from vllm_tiered.planner.host_compute import HostPlan, plan_host
+from vllm_tiered.planner.machine import Machine
+from vllm_tiered.planner.memory_split import MemorySplit, Target
+from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.serving import NO_LIMITS, Limits, ServingEstimate, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is asked of the planner.
+
+    Attributes:
+        shape, machine, load: model, machine and workload.
+        near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV cache.
+        target: what is optimised.
+        has_storage: whether weights that exceed far memory are stored.
+        limits: times that may not be exceeded.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    load: Workload
+    near_bytes: int
+    far_bytes: int
+    target: Target
+    has_storage: bool = False
+    limits: Limits = NO_LIMITS
+
+    def plan(self, names: Sequence[str] = NAMES) -> Plan:
+        """Return the answer, with these placements.
+
+        Raises:
+            ConfigError: see :func:`~vllm_tiered.planner.fit.evaluate_placements`.
+        """
+        given = (self.shape, self.machine, self.load, self.near_bytes, self.far_bytes)
+        results = evaluate_placements(
+            *given, has_storage=self.has_storage, limits=self.limits, names=names
+        )
+        slots = plan_slots(
+            *given, target=self.target, has_storage=self.has_storage, limits=self.limits
+        )
+        return Plan(case=self, results=list(results), slots=slots)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Answer of the planner.
+
+    Attributes:
+        case: what was asked.
+        results: the result of each placement.
+        slots: slots for experts; None if the model needs none.
+    """
+
+    case: Case
+    results: list[Fit | NoFit]
+    slots: SlotsFit | NoFit | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether something fits the budgets and the limits."""
+        return any(True for _ in self._fitting())
+
+    @property
+    def not_fitting(self) -> list[NoFit]:
+        """What does not fit, with the reasons."""
+        return [result for result in (*self.results, self.slots) if isinstance(result, NoFit)]
+
+    @property
+    def chosen(self) -> Fit | None:
+        """The placement that ``weights.placement="auto"`` takes; None if none fits."""
+        name = chosen_placement(self.case.target, self.results)
+        fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
+        return fits_by_name.get(name) if name else None
+
+    @property
+    def best_slots(self) -> SlotsFit | None:
+        """The slots for experts, if they are better than the chosen placement."""
+        if not isinstance(self.slots, SlotsFit):
+            return None
+        target, chosen = self.case.target, self.chosen
+        if chosen and is_better(_served(chosen, target), _served(self.slots, target), target):
+            return None
+        return self.slots
+
+    @property
+    def best(self) -> ServingEstimate | None:
+        """The prediction that is best for the target; None if nothing fits.
+
+        For latency it is of one request, otherwise of all requests with the KV cache swapped.
+        """
+        best: ServingEstimate | None = None
+        for fit in self._fitting():
+            served = _served(fit, self.case.target)
+            if best is None or is_better(served, best, self.case.target):
+                best = served
+        return best
+
+    def bottlenecks(self, fit: Fit) -> list[Bottleneck]:
+        """Return what bounds each sublayer of a placement."""
+        case = self.case
+        return find_bottlenecks(case.shape, case.machine, case.load, fit.split, case.far_bytes)
+
+    def host(self, fit: Fit) -> HostPlan | None:
+        """Return what computing far weights on the host would bring to one request."""
+        case = self.case
+        return plan_host(case.shape, case.machine, fit.split.placement, case.load.decode(1))
+
+    def with_unbounded_far(self, fit: Fit) -> MemorySplit | None:
+        """Return the placement's plan for unlimited far memory; None if it is no better."""
+        case = self.case
+        return plan_with_unbounded_far(case.shape, case.machine, case.load, fit)
+
+    def _fitting(self) -> Iterator[Fit | SlotsFit]:
+        for result in (*self.results, self.slots):
+            if isinstance(result, Fit | SlotsFit):
+                yield result
+
+
+def is_better(one: ServingEstimate, other: ServingEstimate, target: Target) -> bool:
+    """Return whether one prediction is better than another for a target."""
+    if target == "latency":
+        return one.decode_seconds < other.decode_seconds
+    return one.tokens_per_s > other.tokens_per_s
+
+
+def _served(fit: Fit | SlotsFit, target: Target) -> ServingEstimate:
+    if target == "latency":
+        return fit.alone if isinstance(fit, SlotsFit) else fit.split.alone
+    if isinstance(fit, SlotsFit):
+        return fit.served
+    return (fit.swapped or fit.split).served
