@@ -22,7 +22,7 @@ class FakeLLM:
 
     def __init__(self, usage, short=()):
         cache_config = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
-        self.vllm_config = SimpleNamespace(cache_config=cache_config)
+        self.vllm_config = SimpleNamespace(cache_config=cache_config, kv_transfer_config=None)
         self.llm_engine = self
         self.added = {}
         self.resets = 0

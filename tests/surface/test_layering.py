@@ -70,6 +70,7 @@ SHARED_LAYOUTS = {
     "vllm_tiered.experts.hit_curve",
     "vllm_tiered.experts.layout",
     "vllm_tiered.kv.layout",
+    "vllm_tiered.kv.policy",
     "vllm_tiered.weights.layout",
     "vllm_tiered.weights.placement",
     "vllm_tiered.weights.int4.layout",

@@ -103,7 +103,8 @@ def test_a_wait_in_a_capture_is_an_error(monkeypatch):
 
 def test_compiled_code_is_kept_by_the_placement():
     """One configuration may have two plans, as times are measured again."""
-    sizes = {"self_attn.qkv_proj.weight": 1 << 20, "mlp.fc1.weight": 1 << 20}
+    names = ("self_attn.qkv_proj", "mlp.fc1", "mlp.fc2")
+    sizes = {f"{name}.weight": 1 << 20 for name in names}
     sublayers = sublayers_of(0, sizes)
     keys = []
     for policy in ("all_far", "helm", "all_far"):
