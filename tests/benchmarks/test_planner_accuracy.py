@@ -40,7 +40,7 @@ def fakes(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_TIERED_CACHE", str(tmp_path))
     fakes = FakeEngines(answer(lambda spec, requests: 0.2 * len(requests)))
     monkeypatch.setattr(planner_accuracy, "engines", fakes)
-    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads, folder: sample_probe())
+    monkeypatch.setattr(planner_accuracy, "_probe", lambda settings, folder: sample_probe())
     return fakes
 
 
@@ -101,10 +101,10 @@ def test_a_disturbed_probe_is_taken_again_and_the_quietest_counts(monkeypatch, t
     monkeypatch.setattr(
         planner_accuracy,
         "_probe",
-        lambda threads, folder: {**sample_probe(), "foreign_cpu_share": next(shares)},
+        lambda settings, folder: {**sample_probe(), "foreign_cpu_share": next(shares)},
     )
-    assert planner_accuracy._quiet_probe(1, tmp_path, 2)["foreign_cpu_share"] == 0.2
-    assert planner_accuracy._quiet_probe(1, tmp_path, 2)["foreign_cpu_share"] == 0.01
+    assert planner_accuracy._quiet_probe(SETTINGS, tmp_path, 2)["foreign_cpu_share"] == 0.2
+    assert planner_accuracy._quiet_probe(SETTINGS, tmp_path, 2)["foreign_cpu_share"] == 0.01
 
 
 def test_steps_that_are_missing_are_no_result():
@@ -128,7 +128,7 @@ def test_a_real_engine_and_a_real_probe(monkeypatch, tmp_path):
     monkeypatch.setattr(planner_accuracy, "PLANNED_SHAPES", {"opt": tiny})
     monkeypatch.setattr(shapes, "PLANNED_SHAPES", {"opt": tiny})
 
-    def probe(threads, folder):
+    def probe(settings, folder):
         import torch
 
         from vllm_tiered.devices.cpu import CpuDevice
@@ -182,7 +182,7 @@ def test_prompts_are_measured_by_their_first_token(fakes):
 def test_a_swapped_cache_has_fewer_near_blocks_and_a_longer_step(fakes, monkeypatch):
     disk = {"reads": [{"pattern": "sequential", "gb_per_s": 1.0}]}
     probe = {**sample_probe(), "storage": disk}
-    monkeypatch.setattr(planner_accuracy, "_probe", lambda threads, folder: probe)
+    monkeypatch.setattr(planner_accuracy, "_probe", lambda settings, folder: probe)
     settings = dataclasses.replace(SETTINGS, placements=("off", "kv x2", "stored"))
     planner_accuracy.run(settings, lambda _: None)
     alone, swapped, stored = fakes.specs[:3]

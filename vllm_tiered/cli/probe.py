@@ -15,7 +15,7 @@ from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.from_probe import machine_from_probe
-from vllm_tiered.planner.model_shape import ModelShape
+from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape
 from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--threads", type=int, help="number of compute threads (default: torch's own choice)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        default="bfloat16",
+        help="data type of weights and activations, as you will serve (default: bfloat16; float32 "
+        "on a CPU without AVX-512, whose 16-bit products of many rows are slow)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -80,7 +87,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
         probe = run_probe(
             device,
             torch.device("cpu"),
-            scope or Scope(),
+            scope or Scope(dtype=getattr(torch, args.dtype)),
             folder=args.path,
             sublayers=sublayers_of_model(shape) if shape else (),
             step=lambda what: print(f"measuring {what}", file=sys.stderr),

@@ -126,7 +126,7 @@ def _run(settings: Settings, folder: Path, step: Step) -> dict[str, Any]:
         with engines(specs, warmup, step) as group:
             repeats_left = settings.max_repeats
             for round_index in range(settings.rounds):
-                probes.append(_quiet_probe(settings.threads, folder, min(2, repeats_left)))
+                probes.append(_quiet_probe(settings, folder, min(2, repeats_left)))
                 share = probes[-1]["foreign_cpu_share"]
                 step(f"probe {len(probes)}: others took {share:.0%} of the CPU")
                 order = list(zip(group, settings.placements, strict=True))
@@ -356,20 +356,21 @@ def _decode_steps(result: RoundResult, batch: int) -> list[float]:
     ]
 
 
-def _quiet_probe(threads: int, folder: Path, max_repeats: int) -> dict[str, Any]:
+def _quiet_probe(settings: Settings, folder: Path, max_repeats: int) -> dict[str, Any]:
     """Return the least disturbed of several probes."""
-    attempts = [_probe(threads, folder)]
+    attempts = [_probe(settings, folder)]
     while attempts[-1]["foreign_cpu_share"] > DISTURBED_SHARE and len(attempts) <= max_repeats:
-        attempts.append(_probe(threads, folder))
+        attempts.append(_probe(settings, folder))
     return min(attempts, key=lambda one: one["foreign_cpu_share"])
 
 
-def _probe(threads: int, folder: Path) -> dict[str, Any]:
+def _probe(settings: Settings, folder: Path) -> dict[str, Any]:
     """Run `vllm-tiered probe --json` in its own process, as the engines run."""
+    options = ["--path", str(folder), "--dtype", settings.dtype]
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered.cli.main", "probe", "--json", "--path", str(folder)],
+        [sys.executable, "-m", "vllm_tiered.cli.main", "probe", "--json", *options],
         cwd=REPO_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_PLUGINS": ""},
+        env={**os.environ, "OMP_NUM_THREADS": str(settings.threads), "VLLM_PLUGINS": ""},
         capture_output=True,
         text=True,
         check=False,
