@@ -9,18 +9,21 @@ take as well:
     compute  │······│ 0 │ 1 │ 2 │··stall··│ 3 │ 4 │ ...        offloaded layers: 2, 3, ...
     link     │ KV of 2 │  KV of 3         │ KV of 5: the buffer of 2 is free │
 
-Blocks, levels and the offloaded layers are the engine's (`kv/layout.py`, `kv/policy.py`). All
-layers are taken to compute for equally long, and far weights to have the share of the link that
-they need without swapping. What a step writes, new full blocks and whole prompts, goes the other
-way. `kv.expansion="auto"` finds its level by measuring; here it is the one that is predicted to
-serve the most tokens.
+Blocks, levels and the offloaded layers are the engine's (`kv/layout.py`, `kv/policy.py`). Where a
+model has at least as many other layers (windows, states) as layers of full attention, they are
+taken to lie between any two of these. All layers are taken to compute for equally long, and far
+weights to have the share of the link that they need without swapping. What a step writes, new full
+blocks and whole prompts, goes the other way. `kv.expansion="auto"` finds its level by measuring;
+here it is the one that is predicted to serve the most tokens.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_tiered.config import KvConfig
 from vllm_tiered.kv.layout import (
     SPACED_STAGING_BUFFERS,
     STAGING_BUFFERS,
@@ -48,8 +51,8 @@ from vllm_tiered.planner.step_time import (
 )
 from vllm_tiered.weights.placement import Placement
 
-MAX_EXPANSION = 4.0
-"""Default of `kv.max_expansion`."""
+MAX_EXPANSION = KvConfig().max_expansion
+"""The highest expansion that is planned: the engine's default."""
 
 _WORTHWHILE = 1.01
 """Ratio of tokens/s below which swapping counts as no gain, as the predictions are no better."""
@@ -307,11 +310,4 @@ def _most_requests(
         pages = geometry.pages_needed(requests * blocks + 1, requests)
         return pages * geometry.page_bytes + requests * bounded <= kv_bytes
 
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda requests: not fits(requests))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -119,14 +120,8 @@ class Limits:
 
         if (best := found(most)) or self == NO_LIMITS:
             return best
-        low, high = 0, most - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if served := found(middle):
-                best, low = served, middle
-            else:
-                high = middle - 1
-        return best
+        fewer = bisect_left(range(1, most), True, key=lambda requests: found(requests) is None)
+        return found(fewer) if fewer else None
 
 
 NO_LIMITS = Limits()

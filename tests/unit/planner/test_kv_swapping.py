@@ -10,10 +10,9 @@ from benchmarks.simulator.policies.base import Pace, StepBlocks
 from benchmarks.simulator.policies.interleave import Interleave
 from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.unit.planner.test_built_model import DENSE, FULL, STATE, WINDOW, facts
-from vllm_tiered.config import KvConfig
 from vllm_tiered.kv.layout import KvLevels, Level
 from vllm_tiered.planner.built_model import shape_of
-from vllm_tiered.planner.kv_swapping import MAX_EXPANSION, _stall, swap_kv, swapped_step
+from vllm_tiered.planner.kv_swapping import _stall, swap_kv, swapped_step
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import MemoryBudget, baseline, split_with
 from vllm_tiered.planner.model_shape import model_shape
@@ -46,10 +45,6 @@ def plan(machine=GH200, *, kv_gib=2.0, far_gib=64.0, load=LOAD, shape=LLAMA, pla
         without=split.served,
     )
     return split.served, swapped
-
-
-def test_the_default_is_the_configurations():
-    assert KvConfig().max_expansion == MAX_EXPANSION
 
 
 def test_a_step_waits_for_what_its_link_has_not_read():
