@@ -14,13 +14,14 @@ import platform
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
 
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat, distribution, extension_points, platform_plugin
 from vllm_tiered.adapter.engine_config import CONFIG_FILE_VARIABLE
+from vllm_tiered.cli.check import Check, Status, format_ranges
+from vllm_tiered.cli.doctor_hardware import check_disks, check_gpu_links, check_numa_nodes
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import ConfigError
@@ -31,24 +32,6 @@ PYTHON_RANGE = ((3, 11), (3, 13))
 
 ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.endpoint_plugins")
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
-
-
-class Status(StrEnum):
-    """Result of a check: FAIL if vllm-tiered does not work, WARN if it works with a loss."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """Line of the report; `advice` says what to do, and is empty if nothing is needed."""
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
 
 
 def check_python() -> Check:
@@ -251,7 +234,7 @@ def check_memlock() -> Check:
 
 def check_cpus() -> Check:
     allowed = sorted(os.sched_getaffinity(0))
-    found = f"{len(allowed)} of {os.cpu_count()} CPUs allowed ({_ranges(allowed)})"
+    found = f"{len(allowed)} of {os.cpu_count()} CPUs allowed ({format_ranges(allowed)})"
     if len(allowed) > 1:
         return Check(name="cpus", status=Status.OK, found=found)
     return Check(
@@ -284,7 +267,10 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_memory,
     check_memlock,
     check_cpus,
+    check_numa_nodes,
     check_huge_pages,
+    check_gpu_links,
+    check_disks,
 )
 
 
@@ -328,14 +314,3 @@ def _distribution_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format sorted numbers as `taskset` does: `0-3,8`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

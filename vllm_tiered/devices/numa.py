@@ -30,12 +30,14 @@ class Node:
 
     Attributes:
         cpus: CPUs of the node; none for CXL and NVM expanders.
+        total_bytes: memory of the node.
         free_bytes: unused memory and reclaimable page cache.
         distances: distance to each node, by its number (10 to itself).
     """
 
     number: int
     cpus: frozenset[int]
+    total_bytes: int
     free_bytes: int
     distances: dict[int, int]
 
@@ -49,11 +51,13 @@ def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
     for number in sorted(online & allowed if allowed else online):
         folder = sysfs / f"node{number}"
         distances = [int(word) for word in _read(folder / "distance").split()]
+        meminfo = _read(folder / "meminfo")
         found.append(
             Node(
                 number=number,
                 cpus=frozenset(_numbers(_read(folder / "cpulist"))),
-                free_bytes=_free_bytes(_read(folder / "meminfo")),
+                total_bytes=_sum_bytes(meminfo, "MemTotal:"),
+                free_bytes=_sum_bytes(meminfo, "MemFree:", "Inactive(file):"),
                 distances=dict(zip(order, distances, strict=False)),
             )
         )
@@ -165,11 +169,11 @@ def _numbers(text: str) -> set[int]:
     return numbers
 
 
-def _free_bytes(meminfo: str) -> int:
+def _sum_bytes(meminfo: str, *names: str) -> int:
     total = 0
     for line in meminfo.splitlines():
         words = line.split()  # such as "Node 0 MemFree: 123 kB"
-        if len(words) >= 4 and words[2] in ("MemFree:", "Inactive(file):"):
+        if len(words) >= 4 and words[2] in names:
             total += int(words[3]) * 1024
     return total
 

@@ -22,6 +22,7 @@ def node(number, cpus=(), free=0, **distances):
     return Node(
         number=number,
         cpus=frozenset(cpus),
+        total_bytes=max(0, free) + RESERVED,
         free_bytes=free + RESERVED,
         distances={number: 10} | of_each,
     )
@@ -88,7 +89,8 @@ def test_nodes_are_read_from_the_system(tmp_path):
         "has_memory": "0,2",
         "node0/cpulist": "0-3,8",
         "node0/distance": "10 21 14",
-        "node0/meminfo": "Node 0 MemFree: 1000 kB\nNode 0 Inactive(file): 24 kB\n",
+        "node0/meminfo": "Node 0 MemTotal: 4096 kB\nNode 0 MemFree: 1000 kB\n"
+        "Node 0 Inactive(file): 24 kB\n",
         "node2/cpulist": "",
         "node2/distance": "14 24 10",
         "node2/meminfo": "Node 2 MemFree: 2048 kB\n",
@@ -99,7 +101,7 @@ def test_nodes_are_read_from_the_system(tmp_path):
     status = tmp_path / "status"
     status.write_text("Mems_allowed_list:\t0-7\n")
     first, second = nodes(tmp_path, status)
-    assert (first.number, first.free_bytes) == (0, 1 * MIB)
+    assert (first.number, first.free_bytes, first.total_bytes) == (0, 1 * MIB, 4 * MIB)
     assert first.cpus == {0, 1, 2, 3, 8}
     assert first.distances == {0: 10, 1: 21, 2: 14}
     assert (second.number, second.cpus, second.free_bytes) == (2, frozenset(), 2 * MIB)
