@@ -357,3 +357,29 @@ def test_a_card_leaves_less_than_its_memory(model, capsys):
     args[3] = "1"
     assert main(args) == 1
     assert "1.00 GiB of card memory leave nothing near beside" in capsys.readouterr().err
+
+
+def test_far_memory_of_several_tiers(model, capsys):
+    machine = ["--machine", "a100-dram-cxl-fpga"]
+    assert plan(model, *machine, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    by_name = {entry["placement"]: entry for entry in answer["placements"]}
+    far = by_name["all_far"]["far_bytes"]
+    assert by_name["all_far"]["far_bytes_by_tier"] == {"DRAM": far, "CXL": 0}
+    assert answer["machine"]["figures"]["CXL: read_gb_per_s"]["kind"] == "published"
+    assert plan(model, *machine) == 0
+    assert " in DRAM (24.6 GB/s); 24.6 GB/s together" in capsys.readouterr().out
+
+
+def test_one_tier_is_not_spoken_of(model, capsys):
+    assert plan(model, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {entry.get("far_bytes_by_tier") for entry in answer["placements"]} == {None}
+    assert plan(model) == 0
+    assert "Far weights:" not in capsys.readouterr().out
+
+
+def test_more_far_memory_than_the_tiers_have_is_refused(model, capsys):
+    assert plan(model, "--machine", "a100-dram-cxl-fpga", far="800") == 1
+    said = capsys.readouterr().err
+    assert "--far-gib 800 is more than the 768.00 GiB" in said and "DRAM, CXL" in said

@@ -27,7 +27,7 @@ from vllm_tiered.planner.pareto import pareto_front
 from vllm_tiered.planner.plan import Case, Plan
 from vllm_tiered.planner.serving import Limits, Workload
 from vllm_tiered.planner.suggestions import suggest
-from vllm_tiered.units import gib_to_bytes
+from vllm_tiered.units import format_bytes, gib_to_bytes
 
 DOES_NOT_FIT = 3
 
@@ -74,6 +74,13 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
             f"{shape.max_model_len} of which the model is capable: lower --prompt-tokens"
         )
     machine, figures = load_machine(args.machine)
+    far_bytes, capacity = gib_to_bytes(args.far_gib), machine.far_capacity_bytes
+    if capacity is not None and far_bytes > capacity:
+        raise ConfigError(
+            f"--far-gib {args.far_gib:g} is more than the {format_bytes(capacity)} of far memory "
+            f"that {args.machine} has in {', '.join(tier.name for tier in machine.far_tiers)}: "
+            "lower it, or give the machine's tiers more capacity_gib"
+        )
     card = None
     if args.card_gib is not None:
         card = near_memory(gib_to_bytes(args.card_gib), shape, load)
@@ -82,7 +89,7 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
         machine=machine,
         load=load,
         near_bytes=card.near_bytes if card else gib_to_bytes(args.near_gib),
-        far_bytes=gib_to_bytes(args.far_gib),
+        far_bytes=far_bytes,
         target=args.target or target_for(load.max_requests),
         has_storage=args.storage,
         limits=Limits(
@@ -131,6 +138,8 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: Plan, best: 
     load = plan.case.load
     _print_command(console, plan, best.placement, placement_command(args, load, best))
     console.print(plan_tables.swapping_line(best, load), soft_wrap=True)
+    if plan.case.machine.far_tiers:
+        console.print(plan_tables.far_tiers_line(best, plan.case.machine), soft_wrap=True)
     console.print()
     console.print(plan_tables.batches_table(best, args.carbon_intensity))
     console.print()

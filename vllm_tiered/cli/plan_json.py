@@ -9,9 +9,10 @@ from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.card_memory import CardMemory
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
+from vllm_tiered.planner.far_tiers import bytes_by_tier
 from vllm_tiered.planner.fit import Fit, NoFit
 from vllm_tiered.planner.kv_swapping import SwappedKv
-from vllm_tiered.planner.machine import Figures
+from vllm_tiered.planner.machine import Figures, Machine
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
 from vllm_tiered.planner.pareto import pareto_front
 from vllm_tiered.planner.plan import Plan
@@ -53,7 +54,9 @@ def to_json(
             "load": asdict(case.load),
         },
         "carbon_intensity": args.carbon_intensity,
-        "placements": [_result(result, args.carbon_intensity) for result in plan.results],
+        "placements": [
+            _result(result, case.machine, args.carbon_intensity) for result in plan.results
+        ],
         "experts_in_slots": None if plan.slots is None else _slots(plan.slots, args),
     }
     if args.pareto:
@@ -83,18 +86,28 @@ def _experts(shape: ModelShape) -> dict[str, int] | None:
     return {"num_experts": shape.experts.num_experts, "per_token": shape.experts.per_token}
 
 
-def _result(result: Fit | NoFit, carbon_intensity: float) -> dict[str, Any]:
+def _result(result: Fit | NoFit, machine: Machine, carbon_intensity: float) -> dict[str, Any]:
     if isinstance(result, NoFit):
         return asdict(result)
     sizes = ("near", "buffer", "far", "storage", "other", "kv")
     return {
         "placement": result.placement,
         **{f"{name}_bytes": getattr(result, f"{name}_bytes") for name in sizes},
+        "far_bytes_by_tier": _by_tier(result.far_bytes, machine),
         "prefetch_depth": result.split.placement.prefetch_depth,
         **_served(result.split.served, carbon_intensity),
         "batches": [_served(served, carbon_intensity) for served in result.batches],
         "kv_swapping": _swapped(result.swapped, carbon_intensity),
     }
+
+
+def _by_tier(far_bytes: int, machine: Machine) -> dict[str, int] | None:
+    """Return the bytes of far weights in each tier by name; None if far memory is one tier."""
+    tiers = machine.far_tiers
+    if not tiers:
+        return None
+    parts = bytes_by_tier(far_bytes, tiers)
+    return {tier.name: num_bytes for tier, num_bytes in zip(tiers, parts, strict=True)}
 
 
 def _swapped(swapped: SwappedKv | None, carbon_intensity: float) -> dict[str, Any] | None:

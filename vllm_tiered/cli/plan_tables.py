@@ -13,7 +13,9 @@ from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
+from vllm_tiered.planner.far_tiers import bytes_by_tier
 from vllm_tiered.planner.fit import Fit, NoFit
+from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
 from vllm_tiered.planner.serving import ServingEstimate, Workload
@@ -114,6 +116,22 @@ def swapping_line(fit: Fit, load: Workload) -> str:
         f"TBT {1e3 * served.decode_seconds:.1f} ms, stall {served.stall_share:.0%} (expansion "
         f"{swapped.expansion:.2f}, {swapped.far_layers} layers far, "
         f"{format_bytes(swapped.far_bytes)} of KV in far memory)."
+    )
+
+
+def far_tiers_line(fit: Fit, machine: Machine) -> str:
+    """Return a line that says how far weights are divided among the machine's far tiers."""
+    parts = zip(machine.far_tiers, bytes_by_tier(fit.far_bytes, machine.far_tiers), strict=True)
+    stated = ", ".join(
+        f"{format_bytes(num_bytes)} in {tier.name} ({tier.gb_per_s:.1f} GB/s)"
+        for tier, num_bytes in parts
+        if num_bytes
+    )
+    if not stated:
+        return "No weights are far."
+    return (
+        f"Far weights: {stated}; {machine.far_gb_per_s(fit.far_bytes):.1f} GB/s together, as each "
+        "sublayer has the same shares in all tiers."
     )
 
 

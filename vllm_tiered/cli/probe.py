@@ -167,6 +167,20 @@ def _print(probe: Mapping[str, Any]) -> None:
             for read, write in zip(reads, writes, strict=True)
         ],
     )
+    if tiers := probe.get("far_tiers"):
+        _table(
+            console,
+            ("far memory, in order of use", "GB/s", "read", "may take"),
+            [
+                (
+                    f"node {tier['node']}",
+                    f"{tier['num_bytes'] / tier['seconds'] / 1e9:.2f}",
+                    format_bytes(tier["num_bytes"]),
+                    format_bytes(tier["capacity_bytes"]),
+                )
+                for tier in tiers
+            ],
+        )
     near = probe["gemms"]["near"]
     row_counts = sorted({entry["rows"] for entry in near})
     headings = [f"{where}, {rows}" for rows in row_counts for where in ("near", "far")]

@@ -17,13 +17,15 @@ are ordered by events alone:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
+from vllm_tiered.devices.numa import BY_DISTANCE, Node, NodeUse
 from vllm_tiered.devices.pages import NO_PAGES, PageBuffer, PageCodec, PageError, PageIds, Pages
 from vllm_tiered.errors import UnsupportedError
 
@@ -69,9 +71,28 @@ class Device(ABC):
     Attributes:
         has_device_memory: whether near memory belongs to an accelerator. Then the host accesses it
             only through copies, and compute runs after its submission.
+        node_use: NUMA nodes that far buffers take memory of from now on.
     """
 
     has_device_memory: ClassVar[bool] = False
+    node_use: NodeUse = BY_DISTANCE
+
+    def far_nodes(self) -> Sequence[Node]:
+        """Return the nodes in the order in which far buffers use them.
+
+        Returns:
+            Empty if memory has one node, or cannot be bound to nodes; the system then decides.
+        """
+        return ()
+
+    @contextmanager
+    def with_nodes(self, use: NodeUse) -> Iterator[None]:
+        """Take memory of these nodes for the far buffers that are allocated inside."""
+        before, self.node_use = self.node_use, use
+        try:
+            yield
+        finally:
+            self.node_use = before
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate host memory, uint8, for asynchronous copies from and to near tensors.

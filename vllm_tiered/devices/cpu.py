@@ -64,6 +64,10 @@ class CpuDevice(StorageDevice):
         }
         self._deferred_events: list[CpuEvent] = []
 
+    def far_nodes(self) -> Sequence[numa.Node]:
+        nodes = numa.nodes() if numa.can_bind() else []
+        return numa.far_order(self._cpus, nodes, self.node_use.rates) if len(nodes) > 1 else ()
+
     def far_buffer(
         self,
         num_pages: int,
@@ -83,7 +87,7 @@ class CpuDevice(StorageDevice):
                 "ffn.far_gib, or keep more weights near"
             ) from error
         data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
-        numa.bind(data.data_ptr(), num_bytes, self._cpus)
+        numa.bind(data.data_ptr(), num_bytes, self._cpus, self.node_use)
         return self._keep_store(checked(PageBuffer(data, codec=codec), verify))
 
     def prepare(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding of far memory to NUMA nodes in order of distance: other sockets, CXL, NVM (HeLM).
+"""Binding of far memory to NUMA nodes, nearest or fastest first: other sockets, CXL, NVM (HeLM).
 
 vLLM's CPU backend binds a worker's memory strictly to its own node. This includes near weights and
 the KV cache, which are allocated after far memory. Compute also needs that node's bandwidth. So far
@@ -8,13 +8,14 @@ memory uses that node last.
 
 import ctypes
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.units import KIB, MIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -22,6 +23,12 @@ _SYSFS = Path("/sys/devices/system/node")
 _STATUS = Path("/proc/self/status")
 _RESERVED_BYTES = 512 * MIB
 """Free bytes that far memory leaves on each node."""
+
+EXTENT_UNIT = 64 * KIB
+"""Unit of interleaved extents; the largest page of the systems that Linux runs on."""
+
+_MUCH_FASTER = 1.1
+"""Ratio of measured rates from which a farther node is used before a nearer one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,11 @@ class Node:
     total_bytes: int
     free_bytes: int
     distances: dict[int, int]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that far memory may take of the node."""
+        return max(0, self.free_bytes - _RESERVED_BYTES) // MIB * MIB
 
 
 def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
@@ -64,7 +76,44 @@ def nodes(sysfs: Path = _SYSFS, status: Path = _STATUS) -> list[Node]:
     return found
 
 
-def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[tuple[int, int]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeUse:
+    """Choice of nodes for a buffer of far memory.
+
+    Attributes:
+        rates: bytes/s at which the device reads each node; a much faster node comes before a nearer
+            one. Nodes without a rate are used by distance.
+        extents: bytes of the buffer's consecutive extents, each of which is spread over all nodes
+            that are used. Empty to fill one node after the other.
+        only: the one node to use; None for all.
+    """
+
+    rates: Mapping[int, float] = field(default_factory=dict)
+    extents: tuple[int, ...] = ()
+    only: int | None = None
+
+
+BY_DISTANCE = NodeUse()
+"""One node after the other, in the order of distance."""
+
+
+def far_order(cpus: Iterable[int], among: Sequence[Node], rates: Mapping[int, float]) -> list[Node]:
+    """Return the nodes in the order in which far memory uses them: the CPUs' own last."""
+    here = set(cpus)
+    home = max(among, key=lambda node: len(node.cpus & here))
+    others = [node for node in among if node is not home]
+    return [*_faster_first(_by_distance(home, others), rates), home]
+
+
+def far_order_near(number: int, among: Sequence[Node], rates: Mapping[int, float]) -> list[Node]:
+    """Return the nodes in the order of a device at node ``number``; empty if that is not there."""
+    home = next((node for node in among if node.number == number), None)
+    return [] if home is None else _faster_first(_by_distance(home, among), rates)
+
+
+def spread(
+    num_bytes: int, cpus: Iterable[int], among: Sequence[Node], use: NodeUse = BY_DISTANCE
+) -> list[tuple[int, int]]:
     """Divide memory among nodes: the nearest to the CPUs first, the CPUs' own last.
 
     Returns:
@@ -73,72 +122,127 @@ def spread(num_bytes: int, cpus: Iterable[int], among: Sequence[Node]) -> list[t
     """
     if len(among) < 2:
         return []
-    here = set(cpus)
-    home = max(among, key=lambda node: len(node.cpus & here))
-    others = sorted(
-        (node for node in among if node is not home),
-        key=lambda node: home.distances.get(node.number, 255),
-    )
-    return _fill(num_bytes, (*others, home))
+    return _fill(num_bytes, far_order(cpus, among, use.rates), use.only)
 
 
-def spread_near(num_bytes: int, number: int, among: Sequence[Node]) -> list[tuple[int, int]]:
+def spread_near(
+    num_bytes: int, number: int, among: Sequence[Node], use: NodeUse = BY_DISTANCE
+) -> list[tuple[int, int]]:
     """Divide memory that a device at node ``number`` reads: that node first, then by distance.
 
     Returns:
         Parts as from :func:`spread`; also empty if the node is not in ``among``.
     """
-    home = next((node for node in among if node.number == number), None)
-    if home is None or len(among) < 2:
+    if len(among) < 2:
         return []
-    by_distance = sorted(
-        (node for node in among if node is not home),
-        key=lambda node: home.distances.get(node.number, 255),
-    )
-    return _fill(num_bytes, (home, *by_distance))
+    return _fill(num_bytes, far_order_near(number, among, use.rates), use.only)
 
 
-def bind(address: int, num_bytes: int, cpus: Iterable[int]) -> list[tuple[int, int]]:
+def interleave(
+    extents: Iterable[int], parts: Sequence[tuple[int, int]], page_bytes: int
+) -> list[tuple[int, int]]:
+    """Give each extent the same shares of all nodes.
+
+        parts   │ node 2                │ node 1    │     one node after the other
+        runs    │ 2    │ 1 │ 2    │ 1 │ 2    │ 1 │       extent after extent
+
+    Args:
+        extents: bytes of consecutive extents, multiples of ``page_bytes``.
+        parts: (node, bytes) from :func:`spread` for all extents together.
+        page_bytes: the unit in which nodes take memory; a multiple of the system's pages.
+
+    Returns:
+        (node, bytes) in the order of addresses; in sum those of ``parts``.
+    """
+    left = [num_bytes // page_bytes for _, num_bytes in parts]
+    runs: list[tuple[int, int]] = []
+    for extent in extents:
+        pages, rest = extent // page_bytes, sum(left)
+        for index, (node, _) in enumerate(parts):
+            if not rest:
+                break
+            # Rounded to nearest. Never more than a node has left, and the last takes what remains.
+            taken = (2 * left[index] * pages + rest) // (2 * rest)
+            rest -= left[index]
+            pages -= taken
+            left[index] -= taken
+            if taken and runs and runs[-1][0] == node:
+                runs[-1] = (node, runs[-1][1] + taken * page_bytes)
+            elif taken:
+                runs.append((node, taken * page_bytes))
+    return runs
+
+
+def bind(
+    address: int, num_bytes: int, cpus: Iterable[int], use: NodeUse = BY_DISTANCE
+) -> list[tuple[int, int]]:
     """Bind unwritten memory at a page-aligned address to nodes, as :func:`spread` divides it.
 
     Returns:
-        Parts as from :func:`spread`; empty if nothing was bound.
+        (node, bytes) in the order of addresses; empty if nothing was bound.
     """
-    return _bind(address, spread(num_bytes, cpus, nodes()))
+    return _bind(address, spread(num_bytes, cpus, nodes(), use), use)
 
 
-def bind_near(address: int, num_bytes: int, number: int) -> list[tuple[int, int]]:
+def bind_near(
+    address: int, num_bytes: int, number: int, use: NodeUse = BY_DISTANCE
+) -> list[tuple[int, int]]:
     """Bind memory of a device that is attached to node ``number``.
 
     Returns:
-        Parts as from :func:`spread_near`; empty if nothing was bound.
+        (node, bytes) in the order of addresses; empty if nothing was bound.
     """
-    return _bind(address, spread_near(num_bytes, number, nodes()))
+    return _bind(address, spread_near(num_bytes, number, nodes(), use), use)
 
 
-def _fill(num_bytes: int, in_order: Iterable[Node]) -> list[tuple[int, int]]:
+def can_bind() -> bool:
+    """Return whether memory can be bound to nodes here."""
+    return _libnuma() is not None
+
+
+def _by_distance(home: Node, among: Iterable[Node]) -> list[Node]:
+    return sorted(among, key=lambda node: home.distances.get(node.number, 255))
+
+
+def _faster_first(by_distance: Sequence[Node], rates: Mapping[int, float]) -> list[Node]:
+    """Move each node before the first nearer one that is much slower."""
+    order: list[Node] = []
+    for node in by_distance:
+        rate = rates.get(node.number, 0.0)
+        slower = (
+            index
+            for index, other in enumerate(order)
+            if rate > _MUCH_FASTER * rates.get(other.number, math.inf)
+        )
+        order.insert(next(slower, len(order)), node)
+    return order
+
+
+def _fill(num_bytes: int, in_order: Iterable[Node], only: int | None) -> list[tuple[int, int]]:
     parts = []
     for node in in_order:
-        part = min(num_bytes, max(0, node.free_bytes - _RESERVED_BYTES) // MIB * MIB)
-        if part:
+        part = min(num_bytes, node.usable_bytes)
+        if part and only in (None, node.number):
             parts.append((node.number, part))
             num_bytes -= part
     return [] if num_bytes else parts
 
 
-def _bind(address: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _bind(address: int, parts: list[tuple[int, int]], use: NodeUse) -> list[tuple[int, int]]:
     library = _libnuma()
     if library is None:
         return []
-    for node, part in parts:
+    runs = interleave(use.extents, parts, EXTENT_UNIT) if use.extents else parts
+    for node, run in runs:
         library.numa_tonode_memory(
-            ctypes.c_void_p(address), ctypes.c_size_t(part), ctypes.c_int(node)
+            ctypes.c_void_p(address), ctypes.c_size_t(run), ctypes.c_int(node)
         )
-        address += part
-    if parts:
+        address += run
+    if parts and use.only is None:
         stated = ", ".join(f"{format_bytes(part)} on {node}" for node, part in parts)
-        logger.info("tiered: far memory by NUMA node: %s", stated)
-    return parts
+        how = ", each sublayer over all of them" if len(runs) > len(parts) else ""
+        logger.info("tiered: far memory by NUMA node: %s%s", stated, how)
+    return runs
 
 
 @cache

@@ -118,7 +118,7 @@ def find_bottlenecks(
     # Transfers are slower while compute is busy.
     is_moved = any(moved_each_step(len(placement.extents), placement.prefetch_depth))
     slower = slowdown(machine).link if is_moved else 1.0
-    link = far_link(machine).slowed_by(slower)
+    link = far_link(machine, placement.far_bytes).slowed_by(slower)
     links = (link, (storage_link(machine) or link).slowed_by(slower))
     bottlenecks: Counter[Bottleneck] = Counter()
     for position, (sublayer, (far, stored)) in enumerate(
@@ -153,7 +153,8 @@ def _sublayer_times(
     shape: ModelShape, machine: Machine, placement: Placement, batch: Batch
 ) -> list[SublayerTimes]:
     times = compute_times(shape, machine, batch, placement)
-    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    link = far_link(machine, placement.far_bytes)
+    transfers = transfer_seconds(placement, link, storage_link(machine))
     far = [position for position, seconds in enumerate(transfers) if seconds]
     is_moved = dict(zip(far, moved_each_step(len(far), placement.prefetch_depth), strict=True))
     waits = [0.0] * len(transfers)

@@ -203,7 +203,8 @@ def slots_step(
     num_experts = shape.experts.num_experts
     named = num_experts * shape.experts.share_read(batch.tokens)
     missing = max(named * (1 - slots / num_experts), named - slots)
-    link, storage = far_link(machine), storage_link(machine)
+    routed = num_experts * _expert_bytes(shape, shape.experts)
+    link, storage = far_link(machine, round(far_share * routed)), storage_link(machine)
     seconds, loading, stall = times.rest, 0.0, 0.0
     for sublayer, compute in zip(shape.sublayers, times.compute, strict=True):
         seconds += compute

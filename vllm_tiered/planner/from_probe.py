@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.far_tiers import FarTier
 from vllm_tiered.planner.machine import (
     Figures,
     Machine,
@@ -24,6 +25,7 @@ from vllm_tiered.planner.machine import (
     read_profile,
 )
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.units import format_bytes
 from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
@@ -135,6 +137,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         far_layer_overhead_us=measured(
             "far_layer_overhead_us", 2e6 * latency_s, "two of the smallest transfers"
         ),
+        far_tiers=_far_tiers(probe.get("far_tiers", ()), measured),
         curves=curves,
     )
     return machine, figures.found
@@ -158,6 +161,25 @@ class _Figures:
     def _note(self, name: str, value: float, kind: str, source: str) -> float:
         self.found[name] = {"value": value, "kind": kind, "source": source}
         return value
+
+
+def _far_tiers(
+    reads: Sequence[Mapping[str, Any]], measured: Callable[..., float]
+) -> tuple[FarTier, ...]:
+    """Return the NUMA nodes in the order in which far memory uses them."""
+    tiers = []
+    for read in reads:
+        name, num_bytes = f"node {int(read['node'])}", _positive(read["num_bytes"], "num_bytes")
+        rate = num_bytes / _positive(read["seconds"], "seconds") / 1e9
+        how = f"{format_bytes(int(num_bytes))} of the node, read once"
+        tiers.append(
+            FarTier(
+                name=name,
+                capacity_bytes=int(_positive(read["capacity_bytes"], "capacity_bytes")),
+                gb_per_s=measured(f"{name}: read_gb_per_s", rate, how),
+            )
+        )
+    return tuple(tiers)
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:

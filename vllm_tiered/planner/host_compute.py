@@ -124,7 +124,8 @@ def host_step(
     rate = host_bytes_per_s(machine)
     assert rate is not None
     times = compute_times(shape, machine, batch, placement)
-    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    link = far_link(machine, placement.far_bytes)
+    transfers = transfer_seconds(placement, link, storage_link(machine))
     compute = list(times.compute)
     for at in sublayers:
         far, _ = placement.offloaded[at]

@@ -149,8 +149,9 @@ def swapped_step(
     if not far_layers:
         return base
     slower = slowdown(machine)
+    kv_gb_per_s = machine.next_far_gb_per_s(placement.far_bytes)
     left = 1.0 - min(_MOST_OF_LINK, base.link_seconds / base.seconds)
-    read = slower.link * read_bytes / (machine.read_gb_per_s * 1e9 * left)
+    read = slower.link * read_bytes / (kv_gb_per_s * 1e9 * left)
     write = slower.link * written_bytes / (machine.write_gb_per_s * 1e9)
     rest = step_overhead_seconds(machine, batch.requests)
     layers = base.seconds - rest

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_tiered.energy.carbon import Power
+from vllm_tiered.planner.far_tiers import FarTier, mean_gb_per_s, next_gb_per_s
 from vllm_tiered.planner.measured_curves import MeasuredCurves
+from vllm_tiered.units import gib_to_bytes
 
 _PROFILES = Path(__file__).parent / "profiles"
 _MAY_BE_KNOWN = {"storage_read_gb_per_s", "peer_gb_per_s", "host_gb_per_s"}
+_NO_FIGURES = {"far_tiers", "power", "curves"}
+_TIER_KEYS = {"name", "capacity_gib", "value", "kind", "source"}
+"""Keys of a far tier in a profile; ``value`` is its bandwidth of reads."""
 _MAY_BE_ZERO = {
     "near_bytes_per_copied_byte",
     "step_overhead_ms",
@@ -33,7 +39,8 @@ class Machine:
     """Figures of a machine that determine the time of a step.
 
     Attributes:
-        read_gb_per_s: bandwidth from far to near without other traffic (10^9 bytes).
+        read_gb_per_s: bandwidth from far to near without other traffic (10^9 bytes). With
+            ``far_tiers`` it is that of the first of them, or of the link.
         write_gb_per_s: bandwidth from near to far.
         near_gb_per_s: near-tier bandwidth that decoding reaches.
         tflops: dense 16-bit throughput that large batches reach.
@@ -47,6 +54,8 @@ class Machine:
             they exchange over the far link.
         host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
             if unknown, or if the processor is the near tier's own.
+        far_tiers: tiers of far memory in the order in which it uses them; empty if all of it is
+            equally fast.
         power: power that the machine draws; None if unknown.
         curves: curves that a probe measured; None if the machine was not probed.
     """
@@ -62,8 +71,22 @@ class Machine:
     storage_read_gb_per_s: float | None = None
     peer_gb_per_s: float | None = None
     host_gb_per_s: float | None = None
+    far_tiers: tuple[FarTier, ...] = ()
     power: Power | None = None
     curves: MeasuredCurves | None = None
+
+    def far_gb_per_s(self, far_bytes: int) -> float:
+        """Return the bandwidth at which weights of so many far bytes are read."""
+        return mean_gb_per_s(far_bytes, self.far_tiers) if self.far_tiers else self.read_gb_per_s
+
+    def next_far_gb_per_s(self, far_bytes: int) -> float:
+        """Return the bandwidth of far memory beside so many bytes of weights."""
+        return next_gb_per_s(far_bytes, self.far_tiers) if self.far_tiers else self.read_gb_per_s
+
+    @property
+    def far_capacity_bytes(self) -> int | None:
+        """Bytes of all far tiers; None if not known."""
+        return sum(tier.capacity_bytes for tier in self.far_tiers) if self.far_tiers else None
 
 
 def profile_names() -> list[str]:
@@ -104,8 +127,9 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
             kind and source.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
+    tiers = _read_tiers(path, table)
     watts = {field.name for field in fields(Power)}
-    expected = {field.name for field in fields(Machine)} - {"power", "curves"} - _MAY_BE_KNOWN
+    expected = {field.name for field in fields(Machine)} - _NO_FIGURES - _MAY_BE_KNOWN
     if watts & table.keys():  # all of them or none
         expected |= watts
     expected |= _MAY_BE_KNOWN & table.keys()
@@ -113,6 +137,7 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
         odd = sorted(table.keys() ^ expected)
         raise ValueError(f"{path.name}: figures missing or unknown: {', '.join(odd)}")
     values: dict[str, float] = {}
+    table |= {f"{tier['name']}: read_gb_per_s": tier for tier in tiers}
     for key, figure in table.items():
         figure = figure if isinstance(figure, Mapping) else {}
         if figure.get("kind") not in _KINDS or not figure.get("source"):
@@ -123,4 +148,37 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
             raise ValueError(f"{path.name}: {key} is {value!r}, and must be a number above 0")
         values[key] = float(value)
     power = Power(**{key: values.pop(key) for key in watts}) if watts & values.keys() else None
-    return Machine(**values, power=power, curves=None), table
+    link = values["read_gb_per_s"]
+    far_tiers = [
+        FarTier(
+            name=str(tier["name"]),
+            capacity_bytes=gib_to_bytes(float(str(tier["capacity_gib"]))),
+            gb_per_s=min(link, values.pop(f"{tier['name']}: read_gb_per_s")),
+        )
+        for tier in tiers
+    ]
+    far_tiers.sort(key=lambda tier: -tier.gb_per_s)  # as the engine uses them
+    return Machine(**values, far_tiers=tuple(far_tiers), power=power, curves=None), table
+
+
+def _read_tiers(path: Path, table: dict[str, Any]) -> list[dict[str, object]]:
+    """Take the list of far tiers, if there is one, out of a profile's table, and check it.
+
+    Raises:
+        ValueError: a tier has no name or capacity, or two have the same name.
+    """
+    tiers = table.pop("far_tiers", [])
+    if not isinstance(tiers, list) or not all(isinstance(tier, dict) for tier in tiers):
+        raise ValueError(f"{path.name}: far_tiers must be a list: begin each with [[far_tiers]]")
+    for tier in tiers:
+        if tier.keys() != _TIER_KEYS or not isinstance(tier["name"], str):
+            raise ValueError(f"{path.name}: a far tier has {', '.join(sorted(_TIER_KEYS))}")
+        size = tier["capacity_gib"]
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+            raise ValueError(
+                f"{path.name}: capacity_gib of {tier['name']} is {size!r}, and must be a number "
+                "above 0"
+            )
+    if len({tier["name"] for tier in tiers}) < len(tiers):
+        raise ValueError(f"{path.name}: two far tiers have the same name")
+    return tiers

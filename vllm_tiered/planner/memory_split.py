@@ -179,7 +179,8 @@ def milp_placement(
         effort: see :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
-    link = far_link(machine)
+    # With several far tiers the link depends on the solution: as if near memory were full.
+    link = far_link(machine, max(0, shape.layer_bytes - budget))
     storage = storage_link(machine) if room.has_storage else None
     try:
         return place_for_latency(

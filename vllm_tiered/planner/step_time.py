@@ -58,10 +58,10 @@ class Batch:
         return self.requests * self.new_tokens
 
 
-def far_link(machine: Machine) -> Link:
-    """Return the far-to-near link of weight transfers."""
+def far_link(machine: Machine, far_bytes: int) -> Link:
+    """Return the far-to-near link of weight transfers if so many bytes are far."""
     latency_s = machine.far_layer_overhead_us * 1e-6 / 2  # a layer has two transfers
-    return Link(bytes_per_s=machine.read_gb_per_s * 1e9, latency_s=latency_s)
+    return Link(bytes_per_s=machine.far_gb_per_s(far_bytes) * 1e9, latency_s=latency_s)
 
 
 def storage_link(machine: Machine) -> Link | None:
@@ -215,7 +215,8 @@ def predict_step(
 ) -> StepTime:
     """Predict the time of a step in which the placement's weights are prefetched."""
     times = compute_times(shape, machine, batch, placement)
-    transfers = transfer_seconds(placement, far_link(machine), storage_link(machine))
+    link = far_link(machine, placement.far_bytes)
+    transfers = transfer_seconds(placement, link, storage_link(machine))
     return pipeline_step_time(transfers, times, slowdown(machine), placement.prefetch_depth)
 
 

@@ -21,6 +21,7 @@ from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
 from vllm_tiered.probe.gemm import Gemm, far_gemm, near_gemm
 from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
+from vllm_tiered.probe.nodes import MOST_BYTES, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
@@ -45,6 +46,7 @@ class Scope:
         dtype: data type of weights and activations.
         contention_shape: (out, in) of the weights used while a link copies; far larger than the
             caches.
+        node_bytes: size of the buffer that is read of each NUMA node, if memory has several.
         request_bytes, readers: sizes and parallelism of reads from storage.
         file_bytes: size of the file that is read.
         point_seconds: duration for one point of a curve.
@@ -61,6 +63,7 @@ class Scope:
     rows: tuple[int, ...] = (1, 4, 16, 64, 256)
     dtype: torch.dtype = torch.bfloat16
     contention_shape: tuple[int, int] = (4096, 4096)
+    node_bytes: int = MOST_BYTES
     request_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
     readers: tuple[int, ...] = (1, 4, 16, 32)
     file_bytes: int = 512 * MIB
@@ -103,6 +106,11 @@ def run_probe(
     if folder is not None:  # first, so that errors appear at once
         step(f"reads from {folder}")
         storage = _storage(folder, scope)
+    # Before the links: copies are then measured with the node that far memory uses first.
+    nodes = []
+    if device.far_nodes():
+        step("reads from each memory node")
+        nodes = measure_nodes(device, near_device, scope.node_bytes)
     links = {}
     for direction in Direction:
         step(f"transfers, {_ENDS[direction]}")
@@ -140,6 +148,7 @@ def run_probe(
         "machine": describe(near_device),
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
+        **({"far_tiers": [read._asdict() for read in nodes]} if nodes else {}),
         "gemms": gemms,
         "contention": contention._asdict(),
         "call_seconds": _call_seconds(near_device),

@@ -2,6 +2,7 @@
 """Memory of offloaded parameters: their tier during loading, weight buffers during serving."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,11 @@ class OffloadedWeights:
         sizes = [(_aligned_bytes(one.far), _aligned_bytes(one.stored)) for one in sublayers]
         self._extents = assign_extents(sizes, prefetch_depth)
         self.far_bytes = sum(far for far, _ in sizes)
-        self._far = device.far_buffer(self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT)
+        # Each sublayer has the same shares of all NUMA nodes, or the link would idle in one part of
+        # a step and compute wait in the other.
+        extents = tuple(far for far, _ in sizes if far)
+        with device.with_nodes(replace(device.node_use, extents=extents)):
+            self._far = device.far_buffer(self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT)
         buffer_pages = max((e.buffer_page + e.num_pages for e in self._extents), default=0)
         self.buffer_bytes = buffer_pages * BUFFER_ALIGNMENT
         self._packing = packing_for(near_device)

@@ -266,7 +266,7 @@ def _placement(shape: ModelShape, name: str, machine: Machine, near_gib: float) 
         return spill_to_storage(place("all_far", shape.sublayers), 0)
     if name == "latency":
         one = compute_times(shape, machine, Batch(requests=1, new_tokens=1, context_tokens=0))
-        return place_for_latency(shape.sublayers, one, far_link(machine), int(near_gib * GIB))
+        return place_for_latency(shape.sublayers, one, far_link(machine, 0), int(near_gib * GIB))
     return place(name, shape.sublayers)
 
 

@@ -4,6 +4,7 @@
 import ctypes
 import mmap
 from functools import partial
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -137,6 +138,101 @@ def test_far_buffers_are_bound(monkeypatch):
     monkeypatch.setattr(numa, "bind", lambda *args: seen.append(args))
     device = CpuDevice(cpus={0})
     buffer = device.far_buffer(3, 4096)
-    assert seen == [(buffer.data.data_ptr(), 3 * 4096, {0})]
+    assert seen == [(buffer.data.data_ptr(), 3 * 4096, {0}, numa.BY_DISTANCE)]
     assert buffer.data.data_ptr() % mmap.PAGESIZE == 0
     device.close()
+
+
+# Measured rates, and extents over several nodes --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rates", "order"),
+    [
+        pytest.param({}, [2, 1, 0], id="by-distance"),
+        pytest.param({0: 90, 1: 40, 2: 20}, [1, 2, 0], id="faster-socket-first"),
+        pytest.param({0: 90, 1: 21, 2: 20}, [2, 1, 0], id="hardly-faster"),
+        pytest.param({1: 40}, [2, 1, 0], id="one-unknown"),
+    ],
+)
+def test_a_much_faster_node_before_a_nearer_one_and_the_engines_own_last(rates, order):
+    found = numa.far_order({0, 1}, SOCKETS_AND_CXL, rates)
+    assert [one.number for one in found] == order
+
+
+def test_a_devices_node_is_no_exception_where_another_is_faster():
+    found = numa.far_order_near(0, SOCKETS_AND_CXL, {0: 20, 1: 20, 2: 28})
+    assert [one.number for one in found] == [2, 0, 1]
+    assert numa.far_order_near(7, SOCKETS_AND_CXL, {}) == []
+
+
+def test_only_one_node_and_only_what_it_has():
+    use = numa.NodeUse(only=1)
+    assert spread(GIB, {0}, SOCKETS_AND_CXL, use) == [(1, GIB)]
+    assert spread(9 * GIB, {0}, SOCKETS_AND_CXL, use) == []
+    assert spread_near(GIB, 0, SOCKETS_AND_CXL, use) == [(1, GIB)]
+
+
+def test_each_extent_has_the_same_shares():
+    """24 pages over nodes with 16 and 8: of 6 pages each 4 and 2, of 3 pages 2 and 1."""
+    page = numa.EXTENT_UNIT
+    runs = numa.interleave(
+        [6 * page, 3 * page, 6 * page, 9 * page], [(2, 16 * page), (1, 8 * page)], page
+    )
+    assert [(number, size // page) for number, size in runs] == [
+        *[(2, 4), (1, 2)],
+        *[(2, 2), (1, 1)],
+        *[(2, 4), (1, 2)],
+        *[(2, 6), (1, 3)],
+    ]
+
+
+@given(
+    extents=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    cuts=st.lists(st.integers(0, 800), min_size=0, max_size=3),
+)
+def test_interleaving_moves_no_byte_to_another_node(extents, cuts):
+    """Nodes get what they were to get, whole units, and each extent its share but for a unit."""
+    page, total = 4096, sum(extents)
+    ends = [0, *sorted(min(cut, total) for cut in cuts), total]
+    parts = [(index, (b - a) * page) for index, (a, b) in enumerate(pairwise(ends))]
+    runs = numa.interleave([extent * page for extent in extents], parts, page)
+    assert all(size > 0 and size % page == 0 for _, size in runs)
+    assert all(a[0] != b[0] for a, b in pairwise(runs)), "neighbours are one binding"
+    for number, size in parts:
+        assert sum(run for node_, run in runs if node_ == number) == size
+    pages = [number for number, run in runs for _ in range(run // page)]
+    begin = 0
+    for extent in extents:
+        for number, size in parts:
+            share = extent * size / page / max(1, total)
+            assert abs(pages[begin : begin + extent].count(number) - share) < len(parts) + 1
+        begin += extent
+
+
+class RecordedBindings:
+    """libnuma that records what is bound where."""
+
+    def __init__(self):
+        self.bound = []
+
+    def numa_tonode_memory(self, address, size, number):
+        self.bound.append((address.value, size.value, number.value))
+
+
+@pytest.mark.parametrize("bind_it", [partial(bind, cpus={0}), partial(bind_near, number=0)])
+def test_extents_are_bound_without_gaps_at_their_addresses(bind_it, monkeypatch):
+    library = RecordedBindings()
+    monkeypatch.setattr(numa, "_libnuma", lambda: library)
+    two = [node(0, {0}, 6 * MIB, n1=20), node(1, (), 6 * MIB, n0=20)]
+    monkeypatch.setattr(numa, "nodes", lambda: two)
+    begin, extents = 1 << 30, (4 * MIB, 2 * MIB, 2 * MIB)
+    runs = bind_it(begin, 8 * MIB, use=numa.NodeUse(extents=extents))
+    first = runs[0][0]
+    assert [size for number, size in runs if number == first] == [3 * MIB, 1.5 * MIB, 1.5 * MIB]
+    address = begin
+    for (number, size), bound in zip(runs, library.bound, strict=True):
+        assert bound == (address, size, number)
+        assert address % numa.EXTENT_UNIT == 0
+        address += size
+    assert address == begin + 8 * MIB

@@ -32,7 +32,7 @@ def test_figures_are_what_was_measured():
     assert machine.near_gb_per_s == pytest.approx(10)
     assert machine.tflops == pytest.approx(4e9 * 64 / 1e12)
     assert machine.step_overhead_ms == pytest.approx(STEP_CALLS * 2e-3)
-    assert far_link(machine).latency_s == pytest.approx(1000 / 5e9)
+    assert far_link(machine, 0).latency_s == pytest.approx(1000 / 5e9)
     assert slowdown(machine) == Slowdown(1.25, 1.5)
     assert {figure["kind"] for figure in figures.values()} == {"measured", "assumed"}
     assert figures["read_gb_per_s"]["kind"] == "measured"

@@ -16,11 +16,13 @@ def test_every_machine_has_its_figures_and_their_sources():
     assert set(profile_names()) == {
         "a100-cxl-asic",
         "a100-cxl-fpga",
+        "a100-dram-cxl-fpga",
         "a100-memory-mode",
         "a100-optane",
         "cpu-2core",
         "cpu-2core-ssd",
         "gh200",
+        "h200-dram-cxl-asic",
         "h200-pcie5",
         "m1-max",
         "rtx3090-pcie4",
@@ -32,7 +34,7 @@ def test_every_machine_has_its_figures_and_their_sources():
 
 def test_unknown_machines_name_the_known_ones():
     with pytest.raises(
-        KeyError, match="no machine 'a100'; there are a100-cxl-asic, a100-cxl-fpga, a100-memory"
+        KeyError, match="no machine 'a100'; there are a100-cxl-asic, a100-cxl-fpga, a100-dram-cxl"
     ):
         load_profile("a100")
 

@@ -15,6 +15,7 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from vllm_tiered.adapter.compat import vllm_version
+from vllm_tiered.adapter.weights.far_nodes import measure_far_tiers, place_with_tiers
 from vllm_tiered.adapter.weights.kv_sharing import (
     all_ranks_have,
     give_rest_to_kv,
@@ -33,7 +34,7 @@ from vllm_tiered.adapter.weights.quantized import is_quantized, kernel_name
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.planner.latency_placement import place_for_latency
+from vllm_tiered.planner.far_tiers import FarTier
 from vllm_tiered.planner.pipeline_time import ExpectedStep, pipeline_step_time, transfer_seconds
 from vllm_tiered.units import GIB
 from vllm_tiered.weights.int4.packing import packing_for
@@ -102,6 +103,8 @@ class PlacementChooser:
         sublayers = self._sublayers(layers, compressed)
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
+        # Also where nothing is planned, as far weights are to lie on the fastest nodes.
+        far_tiers = measure_far_tiers(self._device, sublayers, near_device, self._num_ranks)
         placement = None
         if config.storage_path is not None:
             at_most = far_bytes
@@ -125,6 +128,7 @@ class PlacementChooser:
                 near_device,
                 near_bytes,
                 far_bytes,
+                far_tiers,
                 is_loaded=is_loaded,
             )
             if self.store is not None and far_bytes is not None:
@@ -178,6 +182,7 @@ class PlacementChooser:
         near_device: torch.device,
         near_bytes: int | None,
         far_bytes: int | None,
+        far_tiers: Sequence[FarTier],
         *,
         is_loaded: bool,
     ) -> Placement:
@@ -191,6 +196,7 @@ class PlacementChooser:
                 near_device,
                 compressed=compressed,
                 far_bytes=far_bytes,
+                far_tiers=far_tiers,
                 is_first=self._rank == 0,
             )
             return placement
@@ -207,11 +213,9 @@ class PlacementChooser:
             storage_folder=folder,
             known_seconds=module_seconds(layers, near_device, 1) if is_loaded else None,
         )
-        placement = place_for_latency(
-            sublayers, measured.times, measured.link, near_bytes, far_bytes, measured.storage
-        )
+        placement, link = place_with_tiers(sublayers, measured, far_tiers, near_bytes, far_bytes)
         step = pipeline_step_time(
-            transfer_seconds(placement, measured.link, measured.storage),
+            transfer_seconds(placement, link, measured.storage),
             measured.times,
             prefetch_depth=placement.prefetch_depth,
         )

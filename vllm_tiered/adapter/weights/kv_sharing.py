@@ -23,10 +23,12 @@ import torch
 from torch import nn
 
 from vllm_tiered.adapter.compat import block_tokens
+from vllm_tiered.adapter.weights.far_nodes import with_tiers
 from vllm_tiered.adapter.weights.measurements import matrices_of, measure_machine
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.planner.far_tiers import FarTier
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit, Target, target_for
@@ -94,6 +96,7 @@ def plan_with_kv(
     *,
     compressed: Sequence[Collection[str]],
     far_bytes: int | None,
+    far_tiers: Sequence[FarTier],
     is_first: bool,
 ) -> tuple[Placement, ExpectedStep]:
     """Plan how layers and KV cache share ``weights.near_gib``.
@@ -107,6 +110,7 @@ def plan_with_kv(
         compressed: for each layer, the matrices that will be in 4 bit.
         far_bytes: budget of far memory; None for no limit. With ``weights.storage_path``, the rest
             is stored.
+        far_tiers: measured tiers of far memory; empty if all of it is equally fast.
         is_first: whether this rank logs the plan.
 
     Returns:
@@ -120,9 +124,10 @@ def plan_with_kv(
     vllm_config = get_current_vllm_config()
     start = time.perf_counter()
     folder = None if config.storage_path is None else Path(config.storage_path)
-    here = measure_machine(
+    measured = measure_machine(
         device, layers, sublayers, near_device, compressed=compressed, storage_folder=folder
     )
+    here = with_tiers(measured, far_tiers, sublayers)
     machine, far_bytes = _of_all_ranks(here, far_bytes)
     shape = _shape(vllm_config, layers, sublayers, compressed)
     load, target = workload_of(vllm_config, config), target_of(vllm_config)

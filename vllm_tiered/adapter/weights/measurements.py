@@ -124,7 +124,7 @@ def measure_sublayers(
         )
         for sublayer in sublayers
     )
-    (sample,) = link_curve(device, Direction.READ, near_device, [_link_bytes(sublayers)])
+    (sample,) = link_curve(device, Direction.READ, near_device, [link_bytes(sublayers)])
     return MeasuredSublayers(
         times=ComputeTimes(compute=compute),
         link=link_of(sample),
@@ -154,7 +154,7 @@ def measure_machine(
     # A GEMM with a far weight is never faster than with a near one. A smaller time is noise.
     far = GemmCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
     # The transfer of one page gives the latency.
-    sizes = [PAGE_BYTES, _link_bytes(sublayers)]
+    sizes = [PAGE_BYTES, link_bytes(sublayers)]
     smallest, sample = link_curve(device, Direction.READ, near_device, sizes)
     link = link_of(sample)
     slower = measure_contention(
@@ -209,7 +209,7 @@ def link_of(sample: Sample) -> Link:
     return Link(bytes_per_s=sample.num_bytes / sample.seconds)
 
 
-def _link_bytes(sublayers: Sequence[Sublayer]) -> int:
+def link_bytes(sublayers: Sequence[Sublayer]) -> int:
     """Return the transfer size for measuring the link: the bytes of the largest sublayer."""
     largest = max(extent_bytes(p.num_bytes for p in sublayer.parameters) for sublayer in sublayers)
     return min(max(largest, PAGE_BYTES), max(SIZES))

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 import torch
 
+from vllm_tiered.devices import numa
 from vllm_tiered.devices.base import Copy, Direction, Event, LinkUse
 from vllm_tiered.devices.cuda.copy import BounceCopy, CopyJob, CudaCopy
 from vllm_tiered.devices.cuda.event import CudaEvent
@@ -86,6 +87,13 @@ class CudaDevice(StorageDevice):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return self._allocate_pinned(num_bytes)
 
+    def far_nodes(self) -> Sequence[numa.Node]:
+        number = self._runtime.numa_node()
+        nodes = numa.nodes() if numa.can_bind() and number is not None else []
+        if number is None or len(nodes) < 2:
+            return ()
+        return numa.far_order_near(number, nodes, self.node_use.rates)
+
     def far_buffer(
         self,
         num_pages: int,
@@ -94,7 +102,7 @@ class CudaDevice(StorageDevice):
         codec: PageCodec | None = None,
     ) -> PageBuffer:
         if verify != "off":  # the CPU reads the pages to check their checksums
-            _, data = map_near_gpu(self._runtime, num_pages * page_bytes)
+            _, data = map_near_gpu(self._runtime, num_pages * page_bytes, self.node_use)
             pages = PageBuffer(data.view(num_pages, page_bytes), codec=codec)
             return self._keep_store(checked(pages, verify))
         data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
@@ -246,7 +254,7 @@ class CudaDevice(StorageDevice):
         return CudaEvent(self._runtime, self._changed)
 
     def _allocate_pinned(self, num_bytes: int) -> torch.Tensor:
-        memory, data = allocate_pinned(self._runtime, num_bytes)
+        memory, data = allocate_pinned(self._runtime, num_bytes, self.node_use)
         self._memory.add(memory)
         return data
 

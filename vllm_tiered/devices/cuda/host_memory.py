@@ -13,6 +13,7 @@ import torch
 
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.cuda.runtime import Runtime
+from vllm_tiered.devices.numa import BY_DISTANCE, NodeUse
 from vllm_tiered.devices.pages import PageBuffer
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.units import format_bytes
@@ -52,7 +53,9 @@ class PinnedMemory(mmap.mmap):
         self.unpin()
 
 
-def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
+def map_near_gpu(
+    runtime: Runtime, num_bytes: int, use: NodeUse = BY_DISTANCE
+) -> tuple[PinnedMemory, torch.Tensor]:
     """Map memory on the GPU's NUMA node without pinning it; a first write allocates each page.
 
     Returns:
@@ -71,11 +74,13 @@ def map_near_gpu(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.
         ) from error
     data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
     if num_bytes and (node := runtime.numa_node()) is not None:
-        numa.bind_near(data.data_ptr(), num_bytes, node)
+        numa.bind_near(data.data_ptr(), num_bytes, node, use)
     return memory, data
 
 
-def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, torch.Tensor]:
+def allocate_pinned(
+    runtime: Runtime, num_bytes: int, use: NodeUse = BY_DISTANCE
+) -> tuple[PinnedMemory, torch.Tensor]:
     """Allocate pinned memory for the GPU's loads and stores and for its copy engines.
 
     Pinning allocates every page at once, unlike plain memory.
@@ -86,7 +91,7 @@ def allocate_pinned(runtime: Runtime, num_bytes: int) -> tuple[PinnedMemory, tor
     Raises:
         BudgetError: the system lacks the memory, or refuses to lock it.
     """
-    memory, data = map_near_gpu(runtime, num_bytes)
+    memory, data = map_near_gpu(runtime, num_bytes, use)
     if not num_bytes:
         return memory, data
     try:

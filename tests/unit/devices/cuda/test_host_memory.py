@@ -100,7 +100,7 @@ def test_it_is_bound_to_the_gpus_node(device, monkeypatch):
     assert not seen, "the system does not say where the GPU is"
     device.cuda.node = 1
     far = device.far_buffer(3, 4096)
-    assert seen == [(far.data.data_ptr(), 3 * 4096, 1)]
+    assert seen == [(far.data.data_ptr(), 3 * 4096, 1, numa.BY_DISTANCE)]
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
