@@ -13,6 +13,7 @@ import pytest
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat, distribution, extension_points
 from vllm_tiered.cli import doctor
+from vllm_tiered.cli.check import Status
 from vllm_tiered.cli.main import main
 from vllm_tiered.devices.available_memory import HostMemory
 from vllm_tiered.units import GIB
@@ -72,16 +73,16 @@ def test_every_failed_check_gives_advice(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
     monkeypatch.setenv("VLLM_PLUGINS", "")
     checks = [check() for check in doctor.CHECKS]
-    silent = [c.name for c in checks if c.status is not doctor.Status.OK and not c.advice]
+    silent = [c.name for c in checks if c.status is not Status.OK and not c.advice]
     assert silent == []
-    failed = {check.name for check in checks if check.status is doctor.Status.FAIL}
+    failed = {check.name for check in checks if check.status is Status.FAIL}
     assert failed >= {"vllm", "extension points", "plugin"}
 
 
 def test_an_unsupported_vllm_fails_with_both_versions(monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
     check = doctor.check_vllm()
-    assert check.status is doctor.Status.FAIL
+    assert check.status is Status.FAIL
     assert "0.99.0" in check.found
     assert compat.supported_versions() in check.advice
 
@@ -109,10 +110,10 @@ def test_a_broken_config_file_fails_with_its_error(monkeypatch, tmp_path):
     path.write_text('{"kv": {"far_gb": 1}}')
     monkeypatch.setenv("VLLM_TIERED_CONFIG", str(path))
     check = doctor.check_config_file()
-    assert check.status is doctor.Status.FAIL
+    assert check.status is Status.FAIL
     assert "did you mean tiered.kv.far_gib" in check.found
     path.write_text('{"kv": {"far_gib": 1}}')
-    assert doctor.check_config_file().status is doctor.Status.OK
+    assert doctor.check_config_file().status is Status.OK
 
 
 def test_memory_suggests_half_of_the_memory_within_the_limit(monkeypatch):
@@ -124,7 +125,7 @@ def test_memory_suggests_half_of_the_memory_within_the_limit(monkeypatch):
     )
     monkeypatch.setattr(doctor, "read_host_memory", lambda: memory)
     check = doctor.check_memory()
-    assert check.status is doctor.Status.OK
+    assert check.status is Status.OK
     assert "cgroup limit 16.00 GiB, 6.00 GiB of it used" in check.found
     assert "kv.far_gib up to 5 is safe" in check.found
 
@@ -134,29 +135,29 @@ def test_too_little_memory_is_warned_about(monkeypatch):
         total_bytes=2 * GIB, available_bytes=GIB, limit_bytes=None, limit_used_bytes=None
     )
     monkeypatch.setattr(doctor, "read_host_memory", lambda: memory)
-    assert doctor.check_memory().status is doctor.Status.WARN
+    assert doctor.check_memory().status is Status.WARN
 
 
 def test_a_memlock_limit_matters_on_a_device_only(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     monkeypatch.setattr(compat, "device_type", lambda: "cpu")
-    assert doctor.check_memlock().status is doctor.Status.OK
+    assert doctor.check_memlock().status is Status.OK
     monkeypatch.setattr(compat, "device_type", lambda: "cuda")
     check = doctor.check_memlock()
-    assert check.status is doctor.Status.WARN
+    assert check.status is Status.WARN
     assert check.found == "8.00 MiB"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert doctor.check_memlock().status is doctor.Status.OK
+    assert doctor.check_memlock().status is Status.OK
 
 
 def test_a_single_cpu_is_warned_about(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     check = doctor.check_cpus()
-    assert check.status is doctor.Status.WARN
+    assert check.status is Status.WARN
     assert "(3)" in check.found
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 8})
     check = doctor.check_cpus()
-    assert check.status is doctor.Status.OK
+    assert check.status is Status.OK
     assert "4 of" in check.found and "(0-2,8)" in check.found
 
 
@@ -164,10 +165,10 @@ def test_cuda_builds_with_a_cpu_torch_give_a_warning(monkeypatch):
     versions = {"torch": "2.13.0+cpu", "torchaudio": "2.13.0"}
     monkeypatch.setattr(doctor, "_distribution_version", versions.get)
     check = doctor.check_torch()
-    assert check.status is doctor.Status.WARN
+    assert check.status is Status.WARN
     assert "pip uninstall torchaudio" in check.advice
     del versions["torchaudio"]
-    assert doctor.check_torch().status is doctor.Status.OK
+    assert doctor.check_torch().status is Status.OK
 
 
 @pytest.mark.parametrize(

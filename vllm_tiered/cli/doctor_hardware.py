@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of `vllm-tiered doctor` on memory nodes, GPUs with their links, and disks."""
 
+from typing import Any
+
 from vllm_tiered.adapter import compat
 from vllm_tiered.cli.check import Check, Status, format_ranges
 from vllm_tiered.devices import hardware, numa
@@ -104,7 +106,7 @@ def _video_memory() -> dict[str, int]:
         return {}
     found = {}
     for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
+        gpu: Any = torch.cuda.get_device_properties(index)
         domain = getattr(gpu, "pci_domain_id", 0)
         address = f"{domain:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         found[address] = gpu.total_memory

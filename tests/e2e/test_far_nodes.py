@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far weights on two NUMA nodes of different speed, emulated under the real engine."""
+
+import pytest
+from vllm.model_executor.offloader import get_offloader
+
+from tests.e2e.harness import engine, generate, random_prompts, vllm_tokens
+from tests.fakes.far_nodes import Bindings, EmulatedDevice, emulate_nodes, home_node, node_with
+from vllm_tiered.adapter.weights import offloader
+from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.units import GIB, MIB
+from vllm_tiered.weights.layout import BUFFER_ALIGNMENT
+
+PROMPTS = random_prompts(4, seed=5)
+KV_OFF = {"enabled": False}
+FAST, SLOW = 1, 2
+FAST_BYTES = 2 * MIB
+
+
+@pytest.fixture
+def bindings(monkeypatch) -> Bindings:
+    """Two nodes beside the engine's own: 2 MiB at 800 MB/s, and 1 GiB at 100 MB/s."""
+    monkeypatch.setattr(offloader, "make_device", EmulatedDevice)
+    nodes = [home_node(), node_with(SLOW, GIB), node_with(FAST, FAST_BYTES)]
+    throttles = {FAST: Throttle(800e6), SLOW: Throttle(100e6)}
+    return emulate_nodes(monkeypatch, nodes, throttles)
+
+
+def test_each_sublayer_lies_on_both_nodes_and_tokens_are_equal(bindings, caplog_vllm) -> None:
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        weights = get_offloader()._weights
+        nodes = bindings.nodes_of_pages(weights._far)
+        assert set(nodes) == {FAST, SLOW}
+        assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES, "the fast node is full"
+        fast_share = nodes.count(FAST) / len(nodes)
+        for extent in weights._extents:
+            pages = nodes[extent.far_page : extent.far_page + extent.num_far_pages]
+            assert abs(pages.count(FAST) - fast_share * len(pages)) <= 1
+        bindings.read_bytes.clear()
+        assert generate(llm, PROMPTS) == expected
+        read = bindings.read_bytes
+        assert read[FAST] / (read[FAST] + read[SLOW]) == pytest.approx(fast_share, abs=0.02)
+        assert not read[0], "nothing is left to the engine's own node"
+    assert (
+        "GB/s from 1, " in caplog_vllm.text and "each sublayer over all of them" in caplog_vllm.text
+    )
+
+
+@pytest.mark.parametrize("node", [FAST, SLOW])
+def test_damaged_bytes_of_a_node_change_the_tokens(bindings, node) -> None:
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        far = get_offloader()._weights._far
+        pages = [page for page, at in enumerate(bindings.nodes_of_pages(far)) if at == node]
+        intact = far.data[pages]
+        far.data[pages] = intact.flip(1)
+        assert generate(llm, PROMPTS) != expected
+        far.data[pages] = intact
+        generate(llm, PROMPTS)  # buffers hold damaged weights until their next load
+        assert generate(llm, PROMPTS) == expected
+
+
+def test_latency_is_planned_with_what_the_nodes_are_together(bindings) -> None:
+    expected = vllm_tokens("opt", PROMPTS)
+    weights = {"placement": "latency", "near_gib": 0.004}
+    with engine("opt", KV_OFF, weights=weights) as llm:
+        far_bytes = get_offloader().placement.far_bytes
+        assert far_bytes > FAST_BYTES
+        nodes = bindings.nodes_of_pages(get_offloader()._weights._far)
+        assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES
+        assert generate(llm, PROMPTS) == expected
+        # The link takes most of such a step: 2 MiB at 800 MB/s and the rest at 100 MB/s.
+        seconds = FAST_BYTES / 800e6 + (far_bytes - FAST_BYTES) / 100e6
+        assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
+
+
+def test_what_fits_the_fast_node_stays_there(monkeypatch) -> None:
+    monkeypatch.setattr(offloader, "make_device", EmulatedDevice)
+    nodes = [home_node(), node_with(SLOW, GIB), node_with(FAST, GIB)]
+    throttles = {FAST: Throttle(800e6), SLOW: Throttle(100e6)}
+    bindings = emulate_nodes(monkeypatch, nodes, throttles)
+    expected = vllm_tokens("opt", PROMPTS)
+    with engine("opt", KV_OFF, weights={"placement": "helm"}) as llm:
+        assert set(bindings.nodes_of_pages(get_offloader()._weights._far)) == {FAST}
+        assert generate(llm, PROMPTS) == expected
