@@ -70,17 +70,22 @@ def test_latency_is_planned_with_what_the_nodes_are_together(bindings) -> None:
         nodes = bindings.nodes_of_pages(get_offloader()._weights._far)
         assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES
         assert generate(llm, PROMPTS) == expected
-        # The link takes most of such a step: 2 MiB at 800 MB/s and the rest at 100 MB/s.
-        seconds = FAST_BYTES / 800e6 + (far_bytes - FAST_BYTES) / 100e6
+        # The link takes most of such a step: what exceeds 2 MiB is read at 100 MB/s.
+        seconds = (far_bytes - FAST_BYTES) / 100e6
         assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
 
 
-def test_what_fits_the_fast_node_stays_there(monkeypatch) -> None:
+def test_two_nodes_with_room_share_by_bandwidth(monkeypatch) -> None:
+    """Both reads of a sublayer end together: three quarters of it are on the node of 300 MB/s."""
     monkeypatch.setattr(offloader, "make_device", EmulatedDevice)
     nodes = [home_node(), node_with(SLOW, GIB), node_with(FAST, GIB)]
-    throttles = {FAST: Throttle(800e6), SLOW: Throttle(100e6)}
-    bindings = emulate_nodes(monkeypatch, nodes, throttles)
+    bindings = emulate_nodes(monkeypatch, nodes, {FAST: Throttle(300e6), SLOW: Throttle(100e6)})
     expected = vllm_tokens("opt", PROMPTS)
-    with engine("opt", KV_OFF, weights={"placement": "helm"}) as llm:
-        assert set(bindings.nodes_of_pages(get_offloader()._weights._far)) == {FAST}
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        weights = get_offloader()._weights
+        nodes_of_pages = bindings.nodes_of_pages(weights._far)
+        assert set(nodes_of_pages) == {FAST, SLOW}
+        total = len(nodes_of_pages) * BUFFER_ALIGNMENT
+        # Parts of the buffer are whole MiB, and other processes may slow a measurement.
+        assert abs(nodes_of_pages.count(FAST) * BUFFER_ALIGNMENT - 0.75 * total) < 2 * MIB
         assert generate(llm, PROMPTS) == expected

@@ -3,9 +3,10 @@
 
 All code of the plugin runs as it is. Only the system's answers are replaced: its list of nodes, and
 libnuma, which here records what is bound where. The copy thread of the emulated device holds each
-read to the throttles of the nodes that its bytes were bound to, one after the other.
+read to the throttles of the nodes that its bytes were bound to.
 """
 
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,11 @@ import pytest
 
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.base import Direction
-from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
+from vllm_tiered.devices.copy_thread import CopyJob, CopyThread, CpuCopy
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.numa import Node
-from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.devices.pages import PageBuffer, PageIds
+from vllm_tiered.devices.spread_pages import NodePart
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.units import GIB
 
@@ -77,6 +79,11 @@ class Bindings:
                 return node
         return 0
 
+    def nodes_of(self, buffer: PageBuffer, pages: PageIds) -> set[int]:
+        """Return the nodes of some pages of a buffer."""
+        nodes = self.nodes_of_pages(buffer)
+        return {nodes[page] for page in pages}
+
     def nodes_of_pages(self, buffer: PageBuffer) -> list[int]:
         """Return the node of each page of a buffer, none of which may lie on two."""
         begin, page_bytes = buffer.data.data_ptr(), buffer.page_bytes
@@ -89,36 +96,29 @@ class Bindings:
 
 
 class _NodeThread(CopyThread):
-    """Copy thread that reads each node's bytes at the speed of its throttle, in turn."""
+    """Copy thread that reads each node's bytes at the speed of its throttle."""
 
     bindings: Bindings
 
     def run(self, job: CopyJob) -> None:
         copy = job.copy
-        if self.name.endswith(Direction.READ.value) and copy.src.store is None:
-            nodes = self.bindings.nodes_of_pages(copy.src)
-            parts = Counter(nodes[page] for page in copy.src_pages.ids)
-            sizes = {node: count * copy.src.page_bytes for node, count in parts.items()}
-            self.bindings.read_bytes.update(sizes)
-            self.throttle = _InTurn(self.bindings.throttles, sizes)  # type: ignore[assignment]
+        self.throttle = None
+        if self.name.endswith(Direction.READ.value) and copy.src.store is None and not copy.parts:
+            (node,) = self.bindings.nodes_of(copy.src, copy.src_pages.ids)
+            self.bindings.read_bytes[node] += copy.num_bytes
+            self.throttle = self.bindings.throttles.get(node)
         super().run(job)
 
-
-class _InTurn:
-    """Throttle of one transfer from several nodes."""
-
-    def __init__(self, throttles: Mapping[int, Throttle], sizes: Mapping[int, int]) -> None:
-        self._throttles, self._sizes = throttles, sizes
-
-    def admit(self, num_bytes: int, now: float) -> float:
-        return now
-
-    def hold(self, ticket: float) -> None:
-        now = ticket
-        for node, size in self._sizes.items():
-            if throttle := self._throttles.get(node):
-                throttle.hold(throttle.admit(size, now))
-                now += size / throttle._bytes_per_second
+    def copy_part(self, copy: CpuCopy, part: NodePart) -> None:
+        start = time.perf_counter()
+        assert self.bindings.nodes_of(copy.src, part.sources.ids) == {part.node}
+        num_bytes = len(part.sources) * copy.src.page_bytes
+        self.bindings.read_bytes[part.node] += num_bytes
+        throttle = self.bindings.throttles.get(part.node)
+        ticket = throttle.admit(num_bytes, start) if throttle else 0.0
+        super().copy_part(copy, part)
+        if throttle:
+            throttle.hold(ticket)
 
 
 class EmulatedDevice(CpuDevice):

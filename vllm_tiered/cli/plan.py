@@ -74,11 +74,11 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
             f"{shape.max_model_len} of which the model is capable: lower --prompt-tokens"
         )
     machine, figures = load_machine(args.machine)
-    far_bytes, capacity = gib_to_bytes(args.far_gib), machine.far_capacity_bytes
-    if capacity is not None and far_bytes > capacity:
+    far_bytes, tiers = gib_to_bytes(args.far_gib), machine.far_tiers
+    if tiers and far_bytes > tiers.capacity_bytes:
         raise ConfigError(
-            f"--far-gib {args.far_gib:g} is more than the {format_bytes(capacity)} of far memory "
-            f"that {args.machine} has in {', '.join(tier.name for tier in machine.far_tiers)}: "
+            f"--far-gib {args.far_gib:g} is more than the {format_bytes(tiers.capacity_bytes)} of "
+            f"far memory that {args.machine} has in {', '.join(tier.name for tier in tiers)}: "
             "lower it, or give the machine's tiers more capacity_gib"
         )
     card = None

@@ -9,7 +9,6 @@ from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.card_memory import CardMemory
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
-from vllm_tiered.planner.far_tiers import bytes_by_tier
 from vllm_tiered.planner.fit import Fit, NoFit
 from vllm_tiered.planner.kv_swapping import SwappedKv
 from vllm_tiered.planner.machine import Figures, Machine
@@ -106,7 +105,7 @@ def _by_tier(far_bytes: int, machine: Machine) -> dict[str, int] | None:
     tiers = machine.far_tiers
     if not tiers:
         return None
-    parts = bytes_by_tier(far_bytes, tiers)
+    parts = tiers.bytes_by_tier(far_bytes)
     return {tier.name: num_bytes for tier, num_bytes in zip(tiers, parts, strict=True)}
 
 

@@ -13,7 +13,6 @@ from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
-from vllm_tiered.planner.far_tiers import bytes_by_tier
 from vllm_tiered.planner.fit import Fit, NoFit
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import MemorySplit
@@ -121,7 +120,7 @@ def swapping_line(fit: Fit, load: Workload) -> str:
 
 def far_tiers_line(fit: Fit, machine: Machine) -> str:
     """Return a line that says how far weights are divided among the machine's far tiers."""
-    parts = zip(machine.far_tiers, bytes_by_tier(fit.far_bytes, machine.far_tiers), strict=True)
+    parts = zip(machine.far_tiers, machine.far_tiers.bytes_by_tier(fit.far_bytes), strict=True)
     stated = ", ".join(
         f"{format_bytes(num_bytes)} in {tier.name} ({tier.gb_per_s:.1f} GB/s)"
         for tier, num_bytes in parts

@@ -178,7 +178,7 @@ def _print(probe: Mapping[str, Any]) -> None:
                     format_bytes(tier["num_bytes"]),
                     format_bytes(tier["capacity_bytes"]),
                 )
-                for tier in tiers
+                for tier in tiers["nodes"]
             ],
         )
     near = probe["gemms"]["near"]

@@ -71,10 +71,13 @@ class Device(ABC):
     Attributes:
         has_device_memory: whether near memory belongs to an accelerator. Then the host accesses it
             only through copies, and compute runs after its submission.
+        reads_nodes_at_once: whether a copy from several NUMA nodes reads them at once, and not in
+            turn. The last of ``far_nodes`` is then used only when all others are full.
         node_use: NUMA nodes that far buffers take memory of from now on.
     """
 
     has_device_memory: ClassVar[bool] = False
+    reads_nodes_at_once: ClassVar[bool] = False
     node_use: NodeUse = BY_DISTANCE
 
     def far_nodes(self) -> Sequence[Node]:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from vllm_tiered.devices.pages import (
     read_words,
     write_words,
 )
+from vllm_tiered.devices.spread_pages import NodePart, parts_by_node
 from vllm_tiered.devices.throttle import Throttle
 
 logger = logging.getLogger("vllm.tiered")
@@ -74,6 +76,9 @@ def begin_read(
 
 
 _FIRST_WAIT = threading.Lock()
+
+_MOST_NODES = 64
+"""Most threads beside a copy thread; one starts for each further NUMA node of a copy."""
 
 
 class CpuEvent:
@@ -135,9 +140,10 @@ class CpuCopy:
 
     Attributes:
         num_bytes: bytes on the link.
+        parts: parts to copy at once, each of one NUMA node; empty for a copy that is not divided.
     """
 
-    __slots__ = ("dst", "dst_pages", "num_bytes", "src", "src_pages", "thread")
+    __slots__ = ("dst", "dst_pages", "num_bytes", "parts", "src", "src_pages", "thread")
 
     def __init__(
         self,
@@ -153,6 +159,7 @@ class CpuCopy:
         self.dst = dst
         self.dst_pages = dst_pages
         self.num_bytes = len(src_pages) * link_bytes(src, dst)
+        self.parts = parts_by_node(src, src_pages, dst_pages)
 
 
 class CopyJob(NamedTuple):
@@ -182,6 +189,7 @@ class CopyThread:
         self._cpus = cpus
         self._begun: dict[CpuEvent, Callable[[], PageIds]] = {}
         self._disk_works_since = 0.0
+        self._helpers: ThreadPoolExecutor | None = None  # from the first copy of several nodes on
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -190,6 +198,8 @@ class CopyThread:
             self.is_closed = True
             self.jobs.put(None)
             self._thread.join()
+            if self._helpers is not None:
+                self._helpers.shutdown()
 
     def begin(self, job: CopyJob) -> None:
         """Begin a read of a file; its dependencies are done."""
@@ -209,6 +219,8 @@ class CopyThread:
             self.begin(job)
         if (end_read := self._begun.pop(done, None)) is not None:
             done.failed_pages = end_read()
+        elif copy.parts:
+            self._copy_parts(copy)
         else:
             done.failed_pages = copy_pages(copy.src, copy.src_pages, copy.dst, copy.dst_pages)
         if throttle:
@@ -216,6 +228,30 @@ class CopyThread:
         done.ended = self._disk_works_since = end = time.perf_counter()
         self.busy_seconds += end - start
         self.num_bytes += copy.num_bytes
+
+    def copy_part(self, copy: CpuCopy, part: NodePart) -> None:
+        """Copy the pages of one node."""
+        copy_pages(copy.src, part.sources, copy.dst, part.targets)
+
+    def _copy_parts(self, copy: CpuCopy) -> None:
+        """Copy from all nodes at once.
+
+        No part is under way any more when this returns or raises: a later copy may write to the
+        same pages, and after a failure their memory may be freed.
+        """
+        if self._helpers is None:
+            self._helpers = ThreadPoolExecutor(
+                max_workers=_MOST_NODES,
+                thread_name_prefix=f"{self.name}-node",
+                initializer=self._unbind,
+            )
+        others = [self._helpers.submit(self.copy_part, copy, part) for part in copy.parts[1:]]
+        try:
+            self.copy_part(copy, copy.parts[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
 
     def _loop(self) -> None:
         self._unbind()

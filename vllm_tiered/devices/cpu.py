@@ -5,6 +5,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ from vllm_tiered.devices.pages import (
     Pages,
     check_copy,
 )
+from vllm_tiered.devices.spread_pages import spread_pages
 from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, IntegrityError
@@ -46,6 +48,7 @@ class CpuDevice(StorageDevice):
         throttles: bandwidth limits by direction.
     """
 
+    reads_nodes_at_once: ClassVar[bool] = True
     thread_class: type[CopyThread] = CopyThread
 
     def __init__(
@@ -87,7 +90,9 @@ class CpuDevice(StorageDevice):
                 "ffn.far_gib, or keep more weights near"
             ) from error
         data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
-        numa.bind(data.data_ptr(), num_bytes, self._cpus, self.node_use)
+        runs = numa.bind(data.data_ptr(), num_bytes, self._cpus, self.node_use)
+        if self.node_use.extents and verify == "off" and codec is None:
+            return spread_pages(data, runs)
         return self._keep_store(checked(PageBuffer(data, codec=codec), verify))
 
     def prepare(

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vllm_tiered.devices.far_shares import divide_at_once, interleave
 from vllm_tiered.units import KIB, MIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -85,11 +86,14 @@ class NodeUse:
             one. Nodes without a rate are used by distance.
         extents: bytes of the buffer's consecutive extents, each of which is spread over all nodes
             that are used. Empty to fill one node after the other.
+        at_once: whether extents are read from all nodes at once, so that nodes take them by
+            bandwidth. Otherwise a node is used when those before it are full.
         only: the one node to use; None for all.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
     extents: tuple[int, ...] = ()
+    at_once: bool = False
     only: int | None = None
 
 
@@ -114,7 +118,7 @@ def far_order_near(number: int, among: Sequence[Node], rates: Mapping[int, float
 def spread(
     num_bytes: int, cpus: Iterable[int], among: Sequence[Node], use: NodeUse = BY_DISTANCE
 ) -> list[tuple[int, int]]:
-    """Divide memory among nodes: the nearest to the CPUs first, the CPUs' own last.
+    """Divide memory among nodes: the nearest or fastest first, the CPUs' own last.
 
     Returns:
         (node, bytes) in order. Empty if there is one node, or if all nodes together lack the
@@ -122,7 +126,10 @@ def spread(
     """
     if len(among) < 2:
         return []
-    return _fill(num_bytes, far_order(cpus, among, use.rates), use.only)
+    order = far_order(cpus, among, use.rates)
+    if use.extents and use.at_once:
+        return _divide(num_bytes, order, use.rates)
+    return _fill(num_bytes, order, use.only)
 
 
 def spread_near(
@@ -136,41 +143,6 @@ def spread_near(
     if len(among) < 2:
         return []
     return _fill(num_bytes, far_order_near(number, among, use.rates), use.only)
-
-
-def interleave(
-    extents: Iterable[int], parts: Sequence[tuple[int, int]], page_bytes: int
-) -> list[tuple[int, int]]:
-    """Give each extent the same shares of all nodes.
-
-        parts   │ node 2                │ node 1    │     one node after the other
-        runs    │ 2    │ 1 │ 2    │ 1 │ 2    │ 1 │       extent after extent
-
-    Args:
-        extents: bytes of consecutive extents, multiples of ``page_bytes``.
-        parts: (node, bytes) from :func:`spread` for all extents together.
-        page_bytes: the unit in which nodes take memory; a multiple of the system's pages.
-
-    Returns:
-        (node, bytes) in the order of addresses; in sum those of ``parts``.
-    """
-    left = [num_bytes // page_bytes for _, num_bytes in parts]
-    runs: list[tuple[int, int]] = []
-    for extent in extents:
-        pages, rest = extent // page_bytes, sum(left)
-        for index, (node, _) in enumerate(parts):
-            if not rest:
-                break
-            # Rounded to nearest. Never more than a node has left, and the last takes what remains.
-            taken = (2 * left[index] * pages + rest) // (2 * rest)
-            rest -= left[index]
-            pages -= taken
-            left[index] -= taken
-            if taken and runs and runs[-1][0] == node:
-                runs[-1] = (node, runs[-1][1] + taken * page_bytes)
-            elif taken:
-                runs.append((node, taken * page_bytes))
-    return runs
 
 
 def bind(
@@ -226,6 +198,21 @@ def _fill(num_bytes: int, in_order: Iterable[Node], only: int | None) -> list[tu
             parts.append((node.number, part))
             num_bytes -= part
     return [] if num_bytes else parts
+
+
+def _divide(
+    num_bytes: int, in_order: Sequence[Node], rates: Mapping[int, float]
+) -> list[tuple[int, int]]:
+    """Divide memory by the rates of the nodes; the last gets what the others lack memory for."""
+    *others, home = in_order
+    measured = [node for node in others if node.number in rates]
+    tiers = [(node.usable_bytes, rates[node.number]) for node in measured]
+    shares = divide_at_once(num_bytes, tiers, MIB)
+    rest = num_bytes - sum(shares)
+    if rest > home.usable_bytes:
+        return []
+    parts = [(node.number, share) for node, share in zip(measured, shares, strict=True)]
+    return [(number, part) for number, part in (*parts, (home.number, rest)) if part]
 
 
 def _bind(address: int, parts: list[tuple[int, int]], use: NodeUse) -> list[tuple[int, int]]:

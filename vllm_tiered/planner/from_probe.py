@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.far_tiers import FarTier
+from vllm_tiered.planner.far_tiers import NO_TIERS, FarTier, FarTiers
 from vllm_tiered.planner.machine import (
     Figures,
     Machine,
@@ -137,7 +137,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         far_layer_overhead_us=measured(
             "far_layer_overhead_us", 2e6 * latency_s, "two of the smallest transfers"
         ),
-        far_tiers=_far_tiers(probe.get("far_tiers", ()), measured),
+        far_tiers=_far_tiers(probe.get("far_tiers"), measured),
         curves=curves,
     )
     return machine, figures.found
@@ -163,12 +163,12 @@ class _Figures:
         return value
 
 
-def _far_tiers(
-    reads: Sequence[Mapping[str, Any]], measured: Callable[..., float]
-) -> tuple[FarTier, ...]:
+def _far_tiers(found: Mapping[str, Any] | None, measured: Callable[..., float]) -> FarTiers:
     """Return the NUMA nodes in the order in which far memory uses them."""
+    if found is None:
+        return NO_TIERS
     tiers = []
-    for read in reads:
+    for read in found["nodes"]:
         name, num_bytes = f"node {int(read['node'])}", _positive(read["num_bytes"], "num_bytes")
         rate = num_bytes / _positive(read["seconds"], "seconds") / 1e9
         how = f"{format_bytes(int(num_bytes))} of the node, read once"
@@ -179,7 +179,7 @@ def _far_tiers(
                 gb_per_s=measured(f"{name}: read_gb_per_s", rate, how),
             )
         )
-    return tuple(tiers)
+    return FarTiers(tuple(tiers), at_once=found["read_at_once"] is True)
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from vllm_tiered.energy.carbon import Power
-from vllm_tiered.planner.far_tiers import FarTier, mean_gb_per_s, next_gb_per_s
+from vllm_tiered.planner.far_tiers import NO_TIERS, FarTier, FarTiers
 from vllm_tiered.planner.measured_curves import MeasuredCurves
 from vllm_tiered.units import gib_to_bytes
 
@@ -54,8 +54,7 @@ class Machine:
             they exchange over the far link.
         host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
             if unknown, or if the processor is the near tier's own.
-        far_tiers: tiers of far memory in the order in which it uses them; empty if all of it is
-            equally fast.
+        far_tiers: tiers of far memory; none if all of it is equally fast.
         power: power that the machine draws; None if unknown.
         curves: curves that a probe measured; None if the machine was not probed.
     """
@@ -71,22 +70,17 @@ class Machine:
     storage_read_gb_per_s: float | None = None
     peer_gb_per_s: float | None = None
     host_gb_per_s: float | None = None
-    far_tiers: tuple[FarTier, ...] = ()
+    far_tiers: FarTiers = NO_TIERS
     power: Power | None = None
     curves: MeasuredCurves | None = None
 
     def far_gb_per_s(self, far_bytes: int) -> float:
         """Return the bandwidth at which weights of so many far bytes are read."""
-        return mean_gb_per_s(far_bytes, self.far_tiers) if self.far_tiers else self.read_gb_per_s
+        return self.far_tiers.gb_per_s(far_bytes) if self.far_tiers else self.read_gb_per_s
 
     def next_far_gb_per_s(self, far_bytes: int) -> float:
         """Return the bandwidth of far memory beside so many bytes of weights."""
-        return next_gb_per_s(far_bytes, self.far_tiers) if self.far_tiers else self.read_gb_per_s
-
-    @property
-    def far_capacity_bytes(self) -> int | None:
-        """Bytes of all far tiers; None if not known."""
-        return sum(tier.capacity_bytes for tier in self.far_tiers) if self.far_tiers else None
+        return self.far_tiers.next_gb_per_s(far_bytes) if self.far_tiers else self.read_gb_per_s
 
 
 def profile_names() -> list[str]:
@@ -158,7 +152,7 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
         for tier in tiers
     ]
     far_tiers.sort(key=lambda tier: -tier.gb_per_s)  # as the engine uses them
-    return Machine(**values, far_tiers=tuple(far_tiers), power=power, curves=None), table
+    return Machine(**values, far_tiers=FarTiers(tuple(far_tiers)), power=power, curves=None), table
 
 
 def _read_tiers(path: Path, table: dict[str, Any]) -> list[dict[str, object]]:

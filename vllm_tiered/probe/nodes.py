@@ -48,7 +48,7 @@ class NodeRead(NamedTuple):
 def measure_nodes(
     device: Device, near_device: torch.device, most_bytes: int = MOST_BYTES
 ) -> list[NodeRead]:
-    """Measure each node, and let the device use the fastest first from now on.
+    """Measure each node, and let the device place far memory by their rates from now on.
 
     Args:
         device: the device; its ``node_use`` gets the rates.
@@ -70,7 +70,8 @@ def measure_nodes(
     if len(found) < 2:
         return []
     rates = {number: read.bytes_per_s for number, read in found.items()}
-    device.node_use = replace(device.node_use, rates=rates)
+    use = replace(device.node_use, rates=rates, at_once=device.reads_nodes_at_once)
+    device.node_use = use
     return [found[node.number] for node in device.far_nodes() if node.number in found]
 
 

@@ -21,7 +21,7 @@ from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
 from vllm_tiered.probe.gemm import Gemm, far_gemm, near_gemm
 from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
-from vllm_tiered.probe.nodes import MOST_BYTES, measure_nodes
+from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
@@ -148,7 +148,7 @@ def run_probe(
         "machine": describe(near_device),
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
-        **({"far_tiers": [read._asdict() for read in nodes]} if nodes else {}),
+        **({"far_tiers": _far_tiers(device, nodes)} if nodes else {}),
         "gemms": gemms,
         "contention": contention._asdict(),
         "call_seconds": _call_seconds(near_device),
@@ -184,6 +184,13 @@ def _cpu_name() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _far_tiers(device: Device, nodes: Sequence[NodeRead]) -> dict[str, Any]:
+    return {
+        "read_at_once": device.reads_nodes_at_once,
+        "nodes": [read._asdict() for read in nodes],
+    }
 
 
 def _storage(folder: Path, scope: Scope) -> dict[str, Any]:

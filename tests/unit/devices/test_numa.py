@@ -236,3 +236,20 @@ def test_extents_are_bound_without_gaps_at_their_addresses(bind_it, monkeypatch)
         assert address % numa.EXTENT_UNIT == 0
         address += size
     assert address == begin + 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "rates", "parts"),
+    [
+        pytest.param(8 * GIB, {2: 10, 1: 30}, [(1, 6 * GIB), (2, 2 * GIB)], id="by-bandwidth"),
+        pytest.param(20 * GIB, {2: 10, 1: 30}, [(1, 8 * GIB), (2, 12 * GIB)], id="one-full"),
+        pytest.param(
+            26 * GIB, {2: 10, 1: 30}, [(1, 8 * GIB), (2, 16 * GIB), (0, 2 * GIB)], id="all-used"
+        ),
+        pytest.param(29 * GIB, {2: 10, 1: 30}, [], id="too-much"),
+        pytest.param(18 * GIB, {2: 10}, [(2, 16 * GIB), (0, 2 * GIB)], id="one-not-measured"),
+    ],
+)
+def test_nodes_that_are_read_at_once_share_by_bandwidth(size, rates, parts):
+    use = numa.NodeUse(rates={0: 90, **rates}, extents=(size,), at_once=True)
+    assert spread(size, {0}, SOCKETS_AND_CXL, use) == parts

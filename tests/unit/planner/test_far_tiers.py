@@ -8,7 +8,7 @@ import pytest
 from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.cli.plan_tables import far_tiers_line
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.planner.far_tiers import FarTier, bytes_by_tier, mean_gb_per_s, next_gb_per_s
+from vllm_tiered.planner.far_tiers import FarTier, FarTiers
 from vllm_tiered.planner.fit import Fit, evaluate_placements
 from vllm_tiered.planner.from_probe import load_machine
 from vllm_tiered.planner.machine import load_profile
@@ -37,9 +37,30 @@ LLAMA = model_shape(LLAMA_3_8B)
     ],
 )
 def test_tiers_are_filled_in_order_and_read_in_turn(num_bytes, parts, mean, following):
-    assert bytes_by_tier(num_bytes, (FAST, SLOW)) == parts
-    assert mean_gb_per_s(num_bytes, (FAST, SLOW)) == pytest.approx(mean)
-    assert next_gb_per_s(num_bytes, (FAST, SLOW)) == following
+    tiers = FarTiers((FAST, SLOW))
+    assert tiers.bytes_by_tier(num_bytes) == parts
+    assert tiers.gb_per_s(num_bytes) == pytest.approx(mean)
+    assert tiers.next_gb_per_s(num_bytes) == following
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "parts", "together", "following"),
+    [
+        (0, [0, 0, 0], 20.0, 20.0),
+        # 8 and 2 GB in 0.4 s each.
+        (10 * GB, [8 * GB, 2 * GB, 0], 25.0, 20.0),
+        # The fast one is full, and the slow one takes 1.2 s for the rest.
+        (16 * GB, [10 * GB, 6 * GB, 0], 16 / 1.2, 5.0),
+        # Both are full: 6 s of the slow one, and meanwhile 10 GB of the engine's own memory.
+        (50 * GB, [10 * GB, 30 * GB, 10 * GB], 50 / 6, 40.0),
+    ],
+)
+def test_tiers_that_are_read_at_once_share_by_bandwidth(num_bytes, parts, together, following):
+    own = FarTier("node 0", 60 * GB, 40.0)
+    tiers = FarTiers((FAST, SLOW, own), at_once=True)
+    assert tiers.bytes_by_tier(num_bytes) == parts
+    assert tiers.gb_per_s(num_bytes) == pytest.approx(together)
+    assert tiers.next_gb_per_s(num_bytes) == following
 
 
 @pytest.mark.parametrize("prefetch_depth", [1, 2, 3])
@@ -70,7 +91,7 @@ def test_what_the_link_bounds_gains_nothing():
 
 def test_one_tier_changes_no_figure():
     plain = load_profile("a100-cxl-fpga")
-    one = replace(plain, far_tiers=(FarTier("CXL", 512 * GIB, plain.read_gb_per_s),))
+    one = replace(plain, far_tiers=FarTiers((FarTier("CXL", 512 * GIB, plain.read_gb_per_s),)))
     load = Workload(prompt_tokens=512, output_tokens=128, max_requests=16)
     given = (LLAMA, load, 8 * GIB, 64 * GIB)
     expected = list(evaluate_placements(given[0], plain, *given[1:]))
@@ -85,13 +106,13 @@ def test_a_step_between_those_of_its_tiers():
     batch = Batch(requests=1, new_tokens=1, context_tokens=512)
 
     def seconds(*tiers):
-        return predict_step(LLAMA, replace(profile, far_tiers=tiers), placement, batch).seconds
+        machine = replace(profile, far_tiers=FarTiers(tiers))
+        return predict_step(LLAMA, machine, placement, batch).seconds
 
     far = placement.far_bytes
     expected = 6 * GIB / 24.6e9 + (far - 6 * GIB) / 5.12e9
-    assert far_link(replace(profile, far_tiers=(dram, cxl)), far).bytes_per_s == pytest.approx(
-        far / expected
-    )
+    machine = replace(profile, far_tiers=FarTiers((dram, cxl)))
+    assert far_link(machine, far).bytes_per_s == pytest.approx(far / expected)
     assert seconds(dram) < seconds(dram, cxl) < seconds(cxl)
 
 
@@ -105,7 +126,7 @@ def test_no_tier_is_faster_than_the_link(tmp_path):
     machine, figures = load_machine(str(path))
     assert [tier.gb_per_s for tier in machine.far_tiers] == [24.6, 24.6]
     assert figures["CXL: read_gb_per_s"]["value"] == 28
-    assert machine.far_capacity_bytes == 768 * GIB
+    assert machine.far_tiers.capacity_bytes == 768 * GIB
 
 
 def test_tiers_are_used_fastest_first_in_whatever_order_a_file_has_them(tmp_path):
@@ -140,7 +161,8 @@ def test_tiers_that_are_refused(tmp_path, change, message):
 def test_the_plan_says_what_lies_where():
     profile = load_profile("a100-dram-cxl-fpga")
     dram, cxl = profile.far_tiers
-    machine = replace(profile, far_tiers=(dram._replace(capacity_bytes=8 * GIB), cxl))
+    tiers = FarTiers((dram._replace(capacity_bytes=8 * GIB), cxl))
+    machine = replace(profile, far_tiers=tiers)
     load = Workload(prompt_tokens=512, output_tokens=128, max_requests=4)
     (fit,) = evaluate_placements(LLAMA, machine, load, 8 * GIB, 64 * GIB, names=["all_far"])
     assert isinstance(fit, Fit)

@@ -11,6 +11,7 @@ from tests.fixtures.probes import TINY
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
+from vllm_tiered.planner.far_tiers import NO_TIERS
 from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.probe.nodes import measure_nodes
 from vllm_tiered.probe.run import run_probe
@@ -74,7 +75,8 @@ def test_a_probe_lists_the_nodes_and_a_plan_reads_them(monkeypatch, device):
     assert "reads from each memory node" in steps
     machine, figures = machine_from_probe(probe)
     assert [tier.name for tier in machine.far_tiers] == ["node 2", "node 1", "node 0"]
-    assert machine.far_tiers[0].capacity_bytes == GIB
+    assert machine.far_tiers.tiers[0].capacity_bytes == GIB
+    assert machine.far_tiers.at_once
     assert figures["node 1: read_gb_per_s"]["value"] == pytest.approx(0.05, rel=0.3)
     assert "4.00 MiB of the node" in str(figures["node 1: read_gb_per_s"]["source"])
     assert machine.read_gb_per_s == pytest.approx(0.2, rel=0.3), "links use the fastest node"
@@ -89,4 +91,4 @@ def test_with_one_node_a_probe_has_no_list():
     finally:
         device.close()
     assert "far_tiers" not in probe
-    assert machine_from_probe(probe)[0].far_tiers == ()
+    assert machine_from_probe(probe)[0].far_tiers == NO_TIERS

@@ -34,7 +34,7 @@ from vllm_tiered.adapter.weights.quantized import is_quantized, kernel_name
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.planner.far_tiers import FarTier
+from vllm_tiered.planner.far_tiers import FarTiers
 from vllm_tiered.planner.pipeline_time import ExpectedStep, pipeline_step_time, transfer_seconds
 from vllm_tiered.units import GIB
 from vllm_tiered.weights.int4.packing import packing_for
@@ -182,7 +182,7 @@ class PlacementChooser:
         near_device: torch.device,
         near_bytes: int | None,
         far_bytes: int | None,
-        far_tiers: Sequence[FarTier],
+        far_tiers: FarTiers,
         *,
         is_loaded: bool,
     ) -> Placement:

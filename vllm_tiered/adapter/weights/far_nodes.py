@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far memory on several NUMA nodes: measured at start, filled fastest first, planned with."""
+"""Far memory on several NUMA nodes: measured at start, divided by speed, planned with."""
 
 import logging
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 
 from vllm_tiered.adapter.weights.measurements import MeasuredSublayers, link_bytes
 from vllm_tiered.devices.base import Device
-from vllm_tiered.planner.far_tiers import FarTier, mean_gb_per_s
+from vllm_tiered.planner.far_tiers import FarTier, FarTiers
 from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.pipeline_time import Link
@@ -29,8 +29,8 @@ _MOST_TRIES = 3
 
 def measure_far_tiers(
     device: Device, sublayers: Sequence[Sublayer], near_device: torch.device, num_ranks: int
-) -> tuple[FarTier, ...]:
-    """Measure each NUMA node; from now on the device uses the fastest first.
+) -> FarTiers:
+    """Measure each NUMA node; from now on the device divides far memory by speed.
 
     Args:
         device: the device whose far buffers will hold the weights.
@@ -39,22 +39,23 @@ def measure_far_tiers(
         num_ranks: ranks that share the nodes' memory.
 
     Returns:
-        The nodes in the order in which far memory uses them; empty if they are not told apart.
+        The nodes in the order in which far memory uses them; none if they are not told apart.
     """
     reads = measure_nodes(device, near_device, _TRANSFERS * link_bytes(sublayers))
     if reads:
         rates = ", ".join(f"{read.bytes_per_s / 1e9:.1f} GB/s from {read.node}" for read in reads)
         logger.info("tiered weights: far memory by NUMA node: %s", rates)
-    return tuple(
+    tiers = (
         FarTier(f"node {read.node}", read.capacity_bytes // num_ranks, read.bytes_per_s / 1e9)
         for read in reads
     )
+    return FarTiers(tuple(tiers), at_once=device.reads_nodes_at_once)
 
 
 def place_with_tiers(
     sublayers: Sequence[Sublayer],
     measured: MeasuredSublayers,
-    far_tiers: Sequence[FarTier],
+    far_tiers: FarTiers,
     near_bytes: int,
     far_bytes: int | None,
 ) -> tuple[Placement, Link]:
@@ -78,9 +79,7 @@ def place_with_tiers(
     return placement, link
 
 
-def with_tiers(
-    machine: Machine, far_tiers: Sequence[FarTier], sublayers: Sequence[Sublayer]
-) -> Machine:
+def with_tiers(machine: Machine, far_tiers: FarTiers, sublayers: Sequence[Sublayer]) -> Machine:
     """Return a measured machine whose far memory is as fast as its tiers are together.
 
     All that may be far is taken to be: a plan for many requests leaves near memory to the KV cache.
@@ -88,9 +87,9 @@ def with_tiers(
     if not far_tiers:
         return machine
     movable = sum(p.num_bytes for one in sublayers for p in one.parameters if p.may_move)
-    rate = mean_gb_per_s(movable, far_tiers)
+    rate = far_tiers.gb_per_s(movable)
     return replace(machine, read_gb_per_s=rate, write_gb_per_s=rate)
 
 
-def _link_from(far_tiers: Sequence[FarTier], far_bytes: int) -> Link:
-    return Link(bytes_per_s=1e9 * mean_gb_per_s(far_bytes, far_tiers))
+def _link_from(far_tiers: FarTiers, far_bytes: int) -> Link:
+    return Link(bytes_per_s=1e9 * far_tiers.gb_per_s(far_bytes))

@@ -28,7 +28,7 @@ from vllm_tiered.adapter.weights.measurements import matrices_of, measure_machin
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.errors import ConfigError, UnsupportedError
-from vllm_tiered.planner.far_tiers import FarTier
+from vllm_tiered.planner.far_tiers import FarTiers
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.memory_split import MemoryBudget, MemorySplit, Target, target_for
@@ -96,7 +96,7 @@ def plan_with_kv(
     *,
     compressed: Sequence[Collection[str]],
     far_bytes: int | None,
-    far_tiers: Sequence[FarTier],
+    far_tiers: FarTiers,
     is_first: bool,
 ) -> tuple[Placement, ExpectedStep]:
     """Plan how layers and KV cache share ``weights.near_gib``.
@@ -110,7 +110,7 @@ def plan_with_kv(
         compressed: for each layer, the matrices that will be in 4 bit.
         far_bytes: budget of far memory; None for no limit. With ``weights.storage_path``, the rest
             is stored.
-        far_tiers: measured tiers of far memory; empty if all of it is equally fast.
+        far_tiers: measured tiers of far memory; none if all of it is equally fast.
         is_first: whether this rank logs the plan.
 
     Returns:
