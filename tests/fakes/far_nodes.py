@@ -6,6 +6,7 @@ libnuma, which here records what is bound where. The copy thread of the emulated
 read to the throttles of the nodes that its bytes were bound to.
 """
 
+import math
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -95,6 +96,18 @@ class Bindings:
         return found
 
 
+class InTurn(Throttle):
+    """Throttle of a transfer that reads one node after the other."""
+
+    def __init__(self, throttles: Mapping[int, Throttle], sizes: Mapping[int, int]) -> None:
+        seconds = sum(
+            size / throttles[node]._bytes_per_second
+            for node, size in sizes.items()
+            if node in throttles
+        )
+        super().__init__(sum(sizes.values()) / seconds if seconds else math.inf)
+
+
 class _NodeThread(CopyThread):
     """Copy thread that reads each node's bytes at the speed of its throttle."""
 
@@ -104,9 +117,11 @@ class _NodeThread(CopyThread):
         copy = job.copy
         self.throttle = None
         if self.name.endswith(Direction.READ.value) and copy.src.store is None and not copy.parts:
-            (node,) = self.bindings.nodes_of(copy.src, copy.src_pages.ids)
-            self.bindings.read_bytes[node] += copy.num_bytes
-            self.throttle = self.bindings.throttles.get(node)
+            nodes = self.bindings.nodes_of_pages(copy.src)
+            pages = Counter(nodes[page] for page in copy.src_pages.ids)
+            sizes = {node: count * copy.src.page_bytes for node, count in pages.items()}
+            self.bindings.read_bytes.update(sizes)
+            self.throttle = InTurn(self.bindings.throttles, sizes)
         super().run(job)
 
     def copy_part(self, copy: CpuCopy, part: NodePart) -> None:

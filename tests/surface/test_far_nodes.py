@@ -35,7 +35,7 @@ def test_the_link_is_that_of_the_planned_far_weights():
     near = LAYER_BYTES // 2
     tiers = FarTiers((FAST, SLOW))
     placement, link = place_with_tiers(SUBLAYERS, MEASURED, tiers, near, None)
-    assert 0 < placement.far_bytes and placement.near_bytes <= near
+    assert placement.far_bytes > 0 and placement.near_bytes <= near
     assert link.bytes_per_s == pytest.approx(1e9 * tiers.gb_per_s(placement.far_bytes))
     assert 5e9 < link.bytes_per_s < 20e9
 
