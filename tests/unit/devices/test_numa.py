@@ -12,6 +12,7 @@ from hypothesis import given
 
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.devices.far_shares import interleave
 from vllm_tiered.devices.numa import Node, bind, bind_near, nodes, spread, spread_near
 from vllm_tiered.units import GIB, MIB
 
@@ -176,7 +177,7 @@ def test_only_one_node_and_only_what_it_has():
 def test_each_extent_has_the_same_shares():
     """24 pages over nodes with 16 and 8: of 6 pages each 4 and 2, of 3 pages 2 and 1."""
     page = numa.EXTENT_UNIT
-    runs = numa.interleave(
+    runs = interleave(
         [6 * page, 3 * page, 6 * page, 9 * page], [(2, 16 * page), (1, 8 * page)], page
     )
     assert [(number, size // page) for number, size in runs] == [
@@ -196,7 +197,7 @@ def test_interleaving_moves_no_byte_to_another_node(extents, cuts):
     page, total = 4096, sum(extents)
     ends = [0, *sorted(min(cut, total) for cut in cuts), total]
     parts = [(index, (b - a) * page) for index, (a, b) in enumerate(pairwise(ends))]
-    runs = numa.interleave([extent * page for extent in extents], parts, page)
+    runs = interleave([extent * page for extent in extents], parts, page)
     assert all(size > 0 and size % page == 0 for _, size in runs)
     assert all(a[0] != b[0] for a, b in pairwise(runs)), "neighbours are one binding"
     for number, size in parts:

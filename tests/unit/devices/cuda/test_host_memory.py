@@ -5,15 +5,18 @@ import gc
 import mmap
 import random
 import resource
+from dataclasses import replace
 
 import pytest
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fakes.far_nodes import emulate_nodes, node_with
 from tests.fixtures.page_buffers import contents, copy, make_buffer, pages_of
 from vllm_tiered.devices import numa
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.runtime import numa_node_of
 from vllm_tiered.errors import BudgetError, IntegrityError
+from vllm_tiered.units import KIB, MIB
 
 
 @pytest.fixture
@@ -110,3 +113,21 @@ def test_the_node_of_a_pci_device(tmp_path, text, node):
         (tmp_path / address).mkdir()
         (tmp_path / address / "numa_node").write_text(text)
     assert numa_node_of(address, tmp_path) == node
+
+
+def test_weights_fill_the_fastest_node_and_each_extent_has_the_same_shares(device, monkeypatch):
+    """One stream reads the nodes in turn: node 1 is filled first, and no thread is added."""
+    bindings = emulate_nodes(monkeypatch, [node_with(0, MIB), node_with(1, MIB)], {})
+    assert device.far_nodes() == (), "the system does not say where the GPU is"
+    device.cuda.node = 0
+    assert [node.number for node in device.far_nodes()] == [0, 1]
+    rates = {0: 10e9, 1: 20e9}
+    device.node_use = numa.NodeUse(rates=rates, at_once=device.reads_nodes_at_once)
+    assert [node.number for node in device.far_nodes()] == [1, 0]
+    extents = (512 * KIB, MIB)
+    with device.with_nodes(replace(device.node_use, extents=extents)):
+        far = device.far_buffer(24, 64 * KIB)
+    nodes = bindings.nodes_of_pages(far)
+    assert nodes.count(1) * 64 * KIB == MIB, "the fast node is full"
+    assert (nodes[:8].count(1), nodes[8:].count(1)) == (5, 11)  # two thirds of 8 and of 16
+    assert bindings.nodes_of_pages(device.far_buffer(4, 64 * KIB)) == [1] * 4
