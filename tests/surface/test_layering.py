@@ -67,6 +67,7 @@ SHARED_PAGES = {"vllm_tiered.devices.pages"}
 """What storage shares with the devices that are built on it; it imports nothing of theirs."""
 
 SHARED_LAYOUTS = {
+    "vllm_tiered.devices.far_shares",
     "vllm_tiered.experts.hit_curve",
     "vllm_tiered.experts.layout",
     "vllm_tiered.kv.layout",
