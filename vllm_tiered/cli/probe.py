@@ -3,8 +3,10 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "probe",
         help="measure the bandwidth and latency of each tier and link",
         description="Measure this machine: copies between near and far memory, disk reads, and "
-        "matmuls. It takes about 40 seconds. Other programs change the result, so stop them "
-        "first. `vllm-tiered plan --machine FILE` makes predictions from the file of --out.",
+        "matmuls as vLLM multiplies, and the steps of a small vLLM engine. It takes about 80 "
+        "seconds. Other programs change the result, so stop them first. `vllm-tiered plan "
+        "--machine FILE` makes predictions from the file of --out.",
     )
     parser.add_argument(
         "--model",
@@ -57,6 +60,12 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="data type of weights and activations, as you will serve (default: bfloat16; float32 "
         "on a CPU without AVX-512, whose 16-bit products of many rows are slow)",
     )
+    parser.add_argument(
+        "--no-engine",
+        dest="engine",
+        action="store_false",
+        help="start no small vLLM engine: what a step takes beside its matmuls is then estimated",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -71,6 +80,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     import torch
 
     from vllm_tiered.adapter.device import make_device
+    from vllm_tiered.adapter.weights.engine_gemm import engine_products
     from vllm_tiered.probe.run import Scope, run_probe
 
     draw = _picture_drawer() if args.plot else None  # fail before measuring
@@ -82,15 +92,24 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     for path in (args.out, args.plot):  # fail before measuring
         if path and not path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
+    scope = scope or Scope(dtype=getattr(torch, args.dtype))
+    near_device = torch.device("cpu")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for --json
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    products = engine_products(near_device)
     device = make_device()
     try:
         probe = run_probe(
             device,
-            torch.device("cpu"),
-            scope or Scope(dtype=getattr(torch, args.dtype)),
+            near_device,
+            scope,
             folder=args.path,
             sublayers=sublayers_of_model(shape) if shape else (),
             step=lambda what: print(f"measuring {what}", file=sys.stderr),
+            products=products,
+            step_costs=partial(_step_costs, str(scope.dtype).removeprefix("torch."))
+            if args.engine
+            else lambda: None,
         )
     finally:
         device.close()
@@ -103,6 +122,22 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     else:
         _print(probe)
     return 0
+
+
+def _step_costs(dtype: str) -> "dict[str, float] | None":
+    """Return the costs of a small engine's steps; None, with a warning, if none runs."""
+    import torch
+
+    from vllm_tiered.adapter.step_probe import ask_engine
+
+    try:
+        return ask_engine(dtype, torch.get_num_threads())
+    except UnsupportedError as error:
+        print(
+            f"vllm-tiered: a step's costs beside its matmuls are estimated: {error}",
+            file=sys.stderr,
+        )
+        return None
 
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
@@ -169,15 +204,16 @@ def _print(probe: Mapping[str, Any]) -> None:
     )
     near = probe["gemms"]["near"]
     row_counts = sorted({entry["rows"] for entry in near})
+    sizes = sorted({entry["num_bytes"] for entry in near})
     headings = [f"{where}, {rows}" for rows in row_counts for where in ("near", "far")]
     seconds = {
         (where, entry["num_bytes"], entry["rows"]): entry["seconds"]
-        for where in ("near", "far")
+        for where in probe["gemms"]
         for entry in probe["gemms"][where]
     }
     _table(
         console,
-        ("ms of a matmul, rows:", *headings),
+        (f"ms of a matmul by {probe['gemms_of']}, rows:", *headings),
         [
             (
                 format_bytes(size),
@@ -187,9 +223,21 @@ def _print(probe: Mapping[str, Any]) -> None:
                     for where in ("near", "far")
                 ),
             )
-            for size in sorted({entry["num_bytes"] for entry in near})
+            for size in sizes
         ],
     )
+    if "int4" in probe["gemms"]:
+        _table(
+            console,
+            ("ms of a matmul in 4 bit, rows:", *map(str, row_counts)),
+            [
+                (
+                    f"{format_bytes(size)} without compression",
+                    *(f"{1e3 * seconds['int4', size, rows]:.2f}" for rows in row_counts),
+                )
+                for size in sizes
+            ],
+        )
     contention = probe["contention"]
     console.print(
         f"Matmuls take {contention['compute_slowdown']:.2f} times as long while copies run, and "

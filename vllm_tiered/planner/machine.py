@@ -15,7 +15,12 @@ from vllm_tiered.energy.carbon import Power
 from vllm_tiered.planner.measured_curves import MeasuredCurves
 
 _PROFILES = Path(__file__).parent / "profiles"
-_MAY_BE_KNOWN = {"storage_read_gb_per_s", "peer_gb_per_s", "host_gb_per_s"}
+_MAY_BE_KNOWN = {
+    "storage_read_gb_per_s",
+    "peer_gb_per_s",
+    "host_gb_per_s",
+    "int4_compute_factor",
+}
 _MAY_BE_ZERO = {
     "near_bytes_per_copied_byte",
     "step_overhead_ms",
@@ -47,6 +52,8 @@ class Machine:
             they exchange over the far link.
         host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
             if unknown, or if the processor is the near tier's own.
+        int4_compute_factor: how many times as long as in 16 bit a GEMM takes with our weights in 4
+            bit; None if it is predicted by the bytes.
         power: power that the machine draws; None if unknown.
         curves: curves that a probe measured; None if the machine was not probed.
     """
@@ -62,6 +69,7 @@ class Machine:
     storage_read_gb_per_s: float | None = None
     peer_gb_per_s: float | None = None
     host_gb_per_s: float | None = None
+    int4_compute_factor: float | None = None
     power: Power | None = None
     curves: MeasuredCurves | None = None
 
