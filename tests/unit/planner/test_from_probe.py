@@ -115,8 +115,8 @@ def broken(change):
         ),
         pytest.param(broken(lambda p: p["gemms"].update(far=[])), "no GEMMs", id="empty"),
         pytest.param(
-            broken(lambda p: p.update(step_costs={"step_seconds": -1})),
-            "step_seconds is -1",
+            broken(lambda p: p.update(step_costs={"layer_seconds": -1})),
+            "layer_seconds is -1",
             id="negative cost",
         ),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
