@@ -94,7 +94,9 @@ def test_without_vllm_torchs_gemms_are_timed_and_that_is_said(monkeypatch, tmp_p
     from vllm_tiered.adapter.weights import engine_gemm
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "vllm" and find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name)
+    )
     file = tmp_path / "probe.json"
     assert main(["probe", "--out", str(file)]) == 0
     assert json.loads(file.read_text())["gemms_of"] == "torch, as vLLM does not compute here"

@@ -10,7 +10,7 @@ It runs in a process of its own, as vLLM binds the threads of the process that i
 
     python -m vllm_tiered.adapter.step_probe DTYPE
 
-prints a line of JSON with the costs.
+prints a line of JSON with the costs, or why there are none.
 """
 
 from __future__ import annotations
@@ -97,14 +97,21 @@ def ask_engine(dtype: str, threads: int) -> dict[str, float]:
     if not lines:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UnsupportedError(f"a small engine does not run: {last[:300]}")
-    costs: dict[str, float] = json.loads(lines[-1].removeprefix(PREFIX))
-    return costs
+    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(PREFIX))
+    if "error" in answer:
+        raise UnsupportedError(f"a small engine does not run: {answer['error']}")
+    return answer
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start an engine, time its steps, and print the costs."""
+    """Start an engine, time its steps, and print the costs, or why it does not run."""
     (dtype,) = arguments
-    print(f"{PREFIX}{json.dumps(measure(dtype))}", flush=True)
+    answer: dict[str, Any]
+    try:
+        answer = measure(dtype)
+    except Exception as error:  # whatever vLLM raises, the probe is to say it
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+    print(f"{PREFIX}{json.dumps(answer)}", flush=True)
     return 0
 
 

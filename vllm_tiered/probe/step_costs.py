@@ -104,7 +104,8 @@ def median_step(steps: Sequence[TimedStep]) -> TimedStep:
     first = steps[0]
 
     def median(name: str) -> float:
-        return statistics.median(getattr(step, name) for step in steps)
+        values: list[float] = [getattr(step, name) for step in steps]
+        return statistics.median(values)
 
     return TimedStep(
         requests=first.requests,

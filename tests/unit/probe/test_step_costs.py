@@ -82,8 +82,13 @@ def test_gemms_and_head_are_no_cost():
             step, **{key: getattr(step, key) + more for key, more in slower.items()}
         )
 
-    steps = (make_step(KNOWN, 1, 20), make_step(KNOWN, 16, 20), make_step(KNOWN, 16, 200))
-    costs = step_costs(MODEL, *map(slow, steps), slow(make_step(KNOWN, 1, 0, prompt=256)))
+    costs = step_costs(
+        MODEL,
+        slow(make_step(KNOWN, 1, 20)),
+        slow(make_step(KNOWN, 16, 20)),
+        slow(make_step(KNOWN, 16, 200)),
+        slow(make_step(KNOWN, 1, 0, prompt=256)),
+    )
     for name, value in costs.to_json().items():
         assert value == pytest.approx(getattr(KNOWN, name), rel=1e-6), name
 
