@@ -252,10 +252,9 @@ def _seconds(
     if matrix.is_compressed:
         return int4_seconds(matrix.shape, rows, matrix.dtype, near_device, seconds)
     gemm_of = engine_far_gemm if is_far else engine_near_gemm
-    return [
-        sample.seconds
-        for sample in gemm_by_rows(matrix.shape, rows, matrix.dtype, near_device, gemm_of, seconds)
-    ]
+    with near_device:  # for what vLLM's GEMMs allocate
+        samples = gemm_by_rows(matrix.shape, rows, matrix.dtype, near_device, gemm_of, seconds)
+    return [sample.seconds for sample in samples]
 
 
 def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
