@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `vllm-tiered probe` takes from vLLM: its GEMMs, and the steps of a small engine."""
 
+from typing import Any
+
 import pytest
 import torch
 from vllm.model_executor.layers import utils
@@ -26,11 +28,11 @@ def test_the_engines_gemms_multiply(gemm_of, rows):
 
 
 def test_a_near_gemm_is_the_one_that_vllm_dispatches_to(monkeypatch):
-    dispatched: list[torch.Size] = []
+    dispatched: list[tuple[int, ...]] = []
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
-    def watched(layer: torch.nn.Module, remove_weight: bool) -> None:
-        dispatched.append(layer.weight.shape)
+    def watched(layer: Any, remove_weight: bool) -> None:
+        dispatched.append(tuple(layer.weight.shape))
         dispatch(layer, remove_weight)
         linear = layer.cpu_linear
         layer.cpu_linear = lambda x, weight, bias: 2 * linear(x, weight, bias)

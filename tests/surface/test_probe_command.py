@@ -10,7 +10,8 @@ import torch
 
 from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.fixtures.probes import TINY, sample_probe
-from vllm_tiered.adapter import step_probe
+from vllm_tiered.adapter import compat, step_probe
+from vllm_tiered.adapter.weights import engine_gemm
 from vllm_tiered.cli import probe
 from vllm_tiered.cli.main import main
 from vllm_tiered.errors import UnsupportedError
@@ -41,8 +42,13 @@ COSTS = {
 def engine(monkeypatch):
     """Make the probe small; return what the engine is asked. A real one is in tests/e2e."""
     asked: list[tuple[str, int]] = []
+
+    def ask(dtype: str, threads: int) -> dict[str, float]:
+        asked.append((dtype, threads))
+        return COSTS
+
     monkeypatch.setattr(probe, "run", partial(probe.run, scope=TINY))
-    monkeypatch.setattr(step_probe, "ask_engine", lambda *args: asked.append(args) or COSTS)
+    monkeypatch.setattr(step_probe, "ask_engine", ask)
     return asked
 
 
@@ -90,16 +96,21 @@ def test_an_engine_that_does_not_run_is_said_and_its_costs_are_estimated(monkeyp
     assert "assumed" in captured.out
 
 
-def test_without_vllm_torchs_gemms_are_timed_and_that_is_said(monkeypatch, tmp_path):
-    from vllm_tiered.adapter.weights import engine_gemm
-
+@pytest.mark.parametrize("has_vllm", [False, True], ids=["without", "on-cuda"])
+def test_where_vllm_does_not_compute_torchs_gemms_are_timed_and_that_is_said(
+    has_vllm, engine, monkeypatch, tmp_path, capsys
+):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name)
+        importlib.util, "find_spec", lambda name: find(name) if has_vllm or name != "vllm" else None
     )
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
     file = tmp_path / "probe.json"
     assert main(["probe", "--out", str(file)]) == 0
-    assert json.loads(file.read_text())["gemms_of"] == "torch, as vLLM does not compute here"
+    written = json.loads(file.read_text())
+    assert written["gemms_of"] == "torch, as vLLM does not compute here"
+    assert written["step_costs"] is None and engine == []
+    assert "vLLM does not compute on this machine's cpu" in capsys.readouterr().err
     assert engine_gemm.engine_products(torch.device("cpu")).near is TORCH.near
 
 

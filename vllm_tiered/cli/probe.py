@@ -5,26 +5,20 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from vllm_tiered.cli.probe_tables import print_probe
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.built_model import built_shape
-from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape
-from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
-    from vllm_tiered.probe.run import Matrices, Scope
+    import torch
 
-DISTURBED_SHARE = 0.05
-"""Share of the CPU used by other processes above which figures are not reliable."""
+    from vllm_tiered.probe.run import Matrices, Scope
 
 
 def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -107,7 +101,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
             sublayers=sublayers_of_model(shape) if shape else (),
             step=lambda what: print(f"measuring {what}", file=sys.stderr),
             products=products,
-            step_costs=partial(_step_costs, str(scope.dtype).removeprefix("torch."))
+            step_costs=partial(_step_costs, scope.dtype, near_device)
             if args.engine
             else lambda: None,
         )
@@ -120,18 +114,21 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     if args.json:
         print(json.dumps(probe, indent=1))
     else:
-        _print(probe)
+        print_probe(probe)
     return 0
 
 
-def _step_costs(dtype: str) -> "dict[str, float] | None":
+def _step_costs(dtype: "torch.dtype", near_device: "torch.device") -> "dict[str, float] | None":
     """Return the costs of a small engine's steps; None, with a warning, if none runs."""
     import torch
 
     from vllm_tiered.adapter.step_probe import ask_engine
+    from vllm_tiered.adapter.weights.engine_gemm import computes_on
 
     try:
-        return ask_engine(dtype, torch.get_num_threads())
+        if not computes_on(near_device):
+            raise UnsupportedError(f"vLLM does not compute on this machine's {near_device}")
+        return ask_engine(str(dtype).removeprefix("torch."), torch.get_num_threads())
     except UnsupportedError as error:
         print(
             f"vllm-tiered: a step's costs beside its matmuls are estimated: {error}",
@@ -175,126 +172,3 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _print(probe: Mapping[str, Any]) -> None:
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
-    machine = probe["machine"]
-    console.print(
-        f"{machine['name']}, {machine['threads']} of {machine['cores']} cores compute; "
-        f"{probe['seconds']:.0f} s"
-    )
-    if probe["foreign_cpu_share"] > DISTURBED_SHARE:
-        console.print(
-            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: stop "
-            "them and measure again."
-        )
-    reads, writes = probe["links"]["read"], probe["links"]["write"]
-    _table(
-        console,
-        ("transfer", "far to near GB/s", "us", "near to far GB/s", "us"),
-        [
-            (
-                format_bytes(read["num_bytes"]),
-                *_rate(read),
-                *_rate(write),
-            )
-            for read, write in zip(reads, writes, strict=True)
-        ],
-    )
-    near = probe["gemms"]["near"]
-    row_counts = sorted({entry["rows"] for entry in near})
-    sizes = sorted({entry["num_bytes"] for entry in near})
-    headings = [f"{where}, {rows}" for rows in row_counts for where in ("near", "far")]
-    seconds = {
-        (where, entry["num_bytes"], entry["rows"]): entry["seconds"]
-        for where in probe["gemms"]
-        for entry in probe["gemms"][where]
-    }
-    _table(
-        console,
-        (f"ms of a matmul by {probe['gemms_of']}, rows:", *headings),
-        [
-            (
-                format_bytes(size),
-                *(
-                    f"{1e3 * seconds[where, size, rows]:.2f}"
-                    for rows in row_counts
-                    for where in ("near", "far")
-                ),
-            )
-            for size in sizes
-        ],
-    )
-    if "int4" in probe["gemms"]:
-        _table(
-            console,
-            ("ms of a matmul in 4 bit, rows:", *map(str, row_counts)),
-            [
-                (
-                    f"{format_bytes(size)} without compression",
-                    *(f"{1e3 * seconds['int4', size, rows]:.2f}" for rows in row_counts),
-                )
-                for size in sizes
-            ],
-        )
-    contention = probe["contention"]
-    console.print(
-        f"Matmuls take {contention['compute_slowdown']:.2f} times as long while copies run, and "
-        f"copies take {contention['link_slowdown']:.2f} times as long while matmuls run."
-    )
-    _print_storage(console, probe["storage"])
-    if probe["sublayers"]:
-        by_name: dict[str, list[str]] = {}
-        for entry in probe["sublayers"]:
-            by_name.setdefault(entry["name"], []).append(f"{1e3 * entry['seconds']:.2f}")
-        _table(
-            console,
-            ("ms of a sublayer, tokens:", *map(str, row_counts)),
-            [(name, *times) for name, times in by_name.items()],
-        )
-    _, figures = machine_from_probe(probe)
-    _table(
-        console,
-        ("figure", "value", "kind", "from"),
-        [
-            (name, f"{figure['value']:.4g}", str(figure["kind"]), str(figure["source"]))
-            for name, figure in figures.items()
-        ],
-    )
-
-
-def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
-    if storage is None:
-        console.print("Storage was not measured: name a folder with --path.")
-        return
-    if not storage["is_direct"]:
-        console.print("The file system does not support O_DIRECT: reads may come from memory.")
-    readers = sorted({read["readers"] for read in storage["reads"]})
-    rates: dict[tuple[str, int], list[str]] = {}
-    for read in storage["reads"]:
-        text = f"{read['gb_per_s']:.2f} ({1e6 * read['latency_s']:.0f})"
-        rates.setdefault((read["pattern"], read["request_bytes"]), []).append(text)
-    _table(
-        console,
-        ("GB/s (us) of reads, readers:", *map(str, readers)),
-        [(f"{pattern} {format_bytes(size)}", *texts) for (pattern, size), texts in rates.items()],
-    )
-    console.print(f"The disk writes {storage['write_gb_per_s']:.2f} GB/s.")
-
-
-def _rate(sample: Mapping[str, Any]) -> tuple[str, str]:
-    return (
-        f"{sample['num_bytes'] / sample['seconds'] / 1e9:.2f}",
-        f"{1e6 * sample['seconds']:.0f}",
-    )
-
-
-def _table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print()

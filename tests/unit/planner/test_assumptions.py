@@ -26,6 +26,7 @@ def test_a_gemm_in_4_bit_takes_its_factor_of_the_time_in_16_bit(tokens):
         roofline(shape.sublayers[1], shape, GPU, batch).seconds for shape in (PLAIN, INT4)
     )
     # The norm is not compressed.
+    assert GPU.int4_compute_factor is not None
     assert small == pytest.approx(GPU.int4_compute_factor * plain, rel=1e-3)
 
 

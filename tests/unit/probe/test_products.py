@@ -9,6 +9,7 @@ import torch
 
 from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.fixtures.probes import TINY, FakeClock
+from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import model_shape
@@ -45,7 +46,14 @@ COSTS = {
 
 
 @pytest.fixture
-def probe(monkeypatch):
+def device():
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def probe(device, monkeypatch):
     """Return a function that probes with GEMMs that take so many times a second for 10^6 bytes."""
     clock = FakeClock(monkeypatch)
     samples = [Sample(64 * 1024, 1e-4)]
@@ -75,7 +83,7 @@ def probe(monkeypatch):
         products = Products(
             source="fakes", near=gemm_of(near), far=gemm_of(far), int4_seconds=int4(int4_times)
         )
-        result = run_probe(None, CPU, TINY, products=products, step_costs=lambda: costs)
+        result = run_probe(device, CPU, TINY, products=products, step_costs=lambda: costs)
         assert result["gemms_of"] == "fakes"
         return machine_from_probe(result)[0]
 

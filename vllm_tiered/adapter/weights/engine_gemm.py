@@ -16,7 +16,7 @@ from vllm_tiered.weights.int4.packing import packing_for
 
 def engine_products(near_device: torch.device) -> Products:
     """Return the engine's GEMMs on a device, or torch's where no engine computes on it."""
-    if not _computes_on(near_device):
+    if not computes_on(near_device):
         return Products(
             source="torch, as vLLM does not compute here",
             near=TORCH.near,
@@ -93,7 +93,7 @@ def int4_seconds(
     return found
 
 
-def _computes_on(near_device: torch.device) -> bool:
+def computes_on(near_device: torch.device) -> bool:
     """Return whether the installed vLLM, if any, computes on a device."""
     if importlib.util.find_spec("vllm") is None:
         return False
