@@ -167,6 +167,25 @@ def test_several_probes_are_as_good_as_their_median():
     ) == machine_from_probe(sample_probe())
 
 
+def test_an_engine_that_did_not_start_in_a_probe_leaves_its_costs_estimated():
+    costs = dict.fromkeys(
+        (
+            "step_seconds",
+            "request_seconds",
+            "layer_seconds",
+            "row_seconds_per_feature",
+            "attention_request_seconds",
+            "decode_operations_per_s",
+            "prompt_operations_per_s",
+        ),
+        0.5,
+    )
+    with_engine = {**sample_probe(), "step_costs": costs}
+    assert planner_accuracy.median_probe([with_engine, with_engine])["step_costs"] == costs
+    for probes in ([with_engine, sample_probe()], [sample_probe(), with_engine]):
+        assert planner_accuracy.median_probe(probes)["step_costs"] is None
+
+
 def test_prompts_are_measured_by_their_first_token(fakes):
     result = planner_accuracy.run(SETTINGS, lambda _: None)
     machine, _ = machine_from_probe(sample_probe())

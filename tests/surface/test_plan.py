@@ -179,6 +179,12 @@ def test_with_matrices_in_4_bit(model, capsys):
     out = capsys.readouterr().out
     assert "32 layers of 3.66 GiB" in out  # 0.5625 of 6.5 GiB of 8-bit weights
     assert "\nall near " in out and "all near does not fit" not in out
+    assert "Assumed" not in out
+    assert plan(model, "--compress", "int4", "--why") == 0
+    said = "Assumed: matmuls with weights in 4 bit take 2.5 times as long as in 16 bit"
+    assert said in capsys.readouterr().out
+    assert plan(model, "--compress", "int4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"]["gemms"].startswith(said)
 
 
 def test_what_does_not_fit_exits_3(model, capsys):

@@ -16,6 +16,7 @@ from vllm_tiered.cli.plan_arguments import add_arguments
 from vllm_tiered.cli.plan_commands import placement_command, slots_command
 from vllm_tiered.cli.plan_json import to_json
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.planner.assumptions import describe_gemms
 from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.card_memory import CardMemory, near_memory
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
@@ -145,6 +146,8 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: Plan, best: 
     console.print()
     console.print(plan_tables.sublayers_table(plan.bottlenecks(best), why=args.why))
     if args.why:
+        if assumed := describe_gemms(plan.case.shape, plan.case.machine):
+            console.print(assumed, soft_wrap=True)
         console.print(plan_tables.far_line(plan.with_unbounded_far(best)))
         if host := plan.host(best):
             console.print(host.describe(), soft_wrap=True)

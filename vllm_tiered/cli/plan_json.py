@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_tiered.energy.carbon import grams_co2e
+from vllm_tiered.planner.assumptions import describe_gemms
 from vllm_tiered.planner.card_memory import CardMemory
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
@@ -38,6 +39,7 @@ def to_json(
             "kv_bytes_per_token": shape.kv_bytes_per_token,
             "kv_bytes_per_request": case.load.kv_bytes(shape),
             "quantization": shape.quantization,
+            "gemms": describe_gemms(shape, case.machine),
             "experts": _experts(shape),
         },
         "machine": {"name": args.machine, "figures": figures},

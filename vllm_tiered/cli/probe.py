@@ -3,26 +3,22 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from vllm_tiered.cli.probe_tables import print_probe
 from vllm_tiered.cli.report import EXTRA_MODULES
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.built_model import built_shape
-from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.model_shape import DTYPE_BYTES, ModelShape
-from vllm_tiered.units import format_bytes
 
 if TYPE_CHECKING:
-    from vllm_tiered.probe.run import Matrices, Scope
+    import torch
 
-DISTURBED_SHARE = 0.05
-"""Share of the CPU used by other processes above which figures are not reliable."""
+    from vllm_tiered.probe.run import Matrices, Scope
 
 
 def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,8 +27,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "probe",
         help="measure the bandwidth and latency of each tier and link",
         description="Measure this machine: copies between near and far memory, disk reads, and "
-        "matmuls. It takes about 40 seconds. Other programs change the result, so stop them "
-        "first. `vllm-tiered plan --machine FILE` makes predictions from the file of --out.",
+        "matmuls as vLLM multiplies, and the steps of a small vLLM engine. It takes about 80 "
+        "seconds. Other programs change the result, so stop them first. `vllm-tiered plan "
+        "--machine FILE` makes predictions from the file of --out.",
     )
     parser.add_argument(
         "--model",
@@ -57,6 +54,12 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="data type of weights and activations, as you will serve (default: bfloat16; float32 "
         "on a CPU without AVX-512, whose 16-bit products of many rows are slow)",
     )
+    parser.add_argument(
+        "--no-engine",
+        dest="engine",
+        action="store_false",
+        help="start no small vLLM engine: what a step takes beside its matmuls is then estimated",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -71,6 +74,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     import torch
 
     from vllm_tiered.adapter.device import make_device
+    from vllm_tiered.adapter.weights.engine_gemm import engine_products
     from vllm_tiered.probe.run import Scope, run_probe
 
     draw = _picture_drawer() if args.plot else None  # fail before measuring
@@ -82,15 +86,24 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     for path in (args.out, args.plot):  # fail before measuring
         if path and not path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
+    scope = scope or Scope(dtype=getattr(torch, args.dtype))
+    near_device = torch.device("cpu")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for --json
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    products = engine_products(near_device)
     device = make_device()
     try:
         probe = run_probe(
             device,
-            torch.device("cpu"),
-            scope or Scope(dtype=getattr(torch, args.dtype)),
+            near_device,
+            scope,
             folder=args.path,
             sublayers=sublayers_of_model(shape) if shape else (),
             step=lambda what: print(f"measuring {what}", file=sys.stderr),
+            products=products,
+            step_costs=partial(_step_costs, scope.dtype, near_device)
+            if args.engine
+            else lambda: None,
         )
     finally:
         device.close()
@@ -101,8 +114,27 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     if args.json:
         print(json.dumps(probe, indent=1))
     else:
-        _print(probe)
+        print_probe(probe)
     return 0
+
+
+def _step_costs(dtype: "torch.dtype", near_device: "torch.device") -> "dict[str, float] | None":
+    """Return the costs of a small engine's steps; None, with a warning, if none runs."""
+    import torch
+
+    from vllm_tiered.adapter.step_probe import ask_engine
+    from vllm_tiered.adapter.weights.engine_gemm import computes_on
+
+    try:
+        if not computes_on(near_device):
+            raise UnsupportedError(f"vLLM does not compute on this machine's {near_device}")
+        return ask_engine(str(dtype).removeprefix("torch."), torch.get_num_threads())
+    except UnsupportedError as error:
+        print(
+            f"vllm-tiered: a step's costs beside its matmuls are estimated: {error}",
+            file=sys.stderr,
+        )
+        return None
 
 
 def sublayers_of_model(shape: ModelShape) -> "list[Matrices]":
@@ -140,127 +172,3 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _print(probe: Mapping[str, Any]) -> None:
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
-    machine = probe["machine"]
-    console.print(
-        f"{machine['name']}, {machine['threads']} of {machine['cores']} cores compute; "
-        f"{probe['seconds']:.0f} s"
-    )
-    if probe["foreign_cpu_share"] > DISTURBED_SHARE:
-        console.print(
-            f"Other processes took {probe['foreign_cpu_share']:.0%} of the CPU meanwhile: stop "
-            "them and measure again."
-        )
-    reads, writes = probe["links"]["read"], probe["links"]["write"]
-    _table(
-        console,
-        ("transfer", "far to near GB/s", "us", "near to far GB/s", "us"),
-        [
-            (
-                format_bytes(read["num_bytes"]),
-                *_rate(read),
-                *_rate(write),
-            )
-            for read, write in zip(reads, writes, strict=True)
-        ],
-    )
-    if tiers := probe.get("far_tiers"):
-        _table(
-            console,
-            ("far memory, in order of use", "GB/s", "read", "may take"),
-            [
-                (
-                    f"node {tier['node']}",
-                    f"{tier['num_bytes'] / tier['seconds'] / 1e9:.2f}",
-                    format_bytes(tier["num_bytes"]),
-                    format_bytes(tier["capacity_bytes"]),
-                )
-                for tier in tiers["nodes"]
-            ],
-        )
-    near = probe["gemms"]["near"]
-    row_counts = sorted({entry["rows"] for entry in near})
-    headings = [f"{where}, {rows}" for rows in row_counts for where in ("near", "far")]
-    seconds = {
-        (where, entry["num_bytes"], entry["rows"]): entry["seconds"]
-        for where in ("near", "far")
-        for entry in probe["gemms"][where]
-    }
-    _table(
-        console,
-        ("ms of a matmul, rows:", *headings),
-        [
-            (
-                format_bytes(size),
-                *(
-                    f"{1e3 * seconds[where, size, rows]:.2f}"
-                    for rows in row_counts
-                    for where in ("near", "far")
-                ),
-            )
-            for size in sorted({entry["num_bytes"] for entry in near})
-        ],
-    )
-    contention = probe["contention"]
-    console.print(
-        f"Matmuls take {contention['compute_slowdown']:.2f} times as long while copies run, and "
-        f"copies take {contention['link_slowdown']:.2f} times as long while matmuls run."
-    )
-    _print_storage(console, probe["storage"])
-    if probe["sublayers"]:
-        by_name: dict[str, list[str]] = {}
-        for entry in probe["sublayers"]:
-            by_name.setdefault(entry["name"], []).append(f"{1e3 * entry['seconds']:.2f}")
-        _table(
-            console,
-            ("ms of a sublayer, tokens:", *map(str, row_counts)),
-            [(name, *times) for name, times in by_name.items()],
-        )
-    _, figures = machine_from_probe(probe)
-    _table(
-        console,
-        ("figure", "value", "kind", "from"),
-        [
-            (name, f"{figure['value']:.4g}", str(figure["kind"]), str(figure["source"]))
-            for name, figure in figures.items()
-        ],
-    )
-
-
-def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
-    if storage is None:
-        console.print("Storage was not measured: name a folder with --path.")
-        return
-    if not storage["is_direct"]:
-        console.print("The file system does not support O_DIRECT: reads may come from memory.")
-    readers = sorted({read["readers"] for read in storage["reads"]})
-    rates: dict[tuple[str, int], list[str]] = {}
-    for read in storage["reads"]:
-        text = f"{read['gb_per_s']:.2f} ({1e6 * read['latency_s']:.0f})"
-        rates.setdefault((read["pattern"], read["request_bytes"]), []).append(text)
-    _table(
-        console,
-        ("GB/s (us) of reads, readers:", *map(str, readers)),
-        [(f"{pattern} {format_bytes(size)}", *texts) for (pattern, size), texts in rates.items()],
-    )
-    console.print(f"The disk writes {storage['write_gb_per_s']:.2f} GB/s.")
-
-
-def _rate(sample: Mapping[str, Any]) -> tuple[str, str]:
-    return (
-        f"{sample['num_bytes'] / sample['seconds'] / 1e9:.2f}",
-        f"{1e6 * sample['seconds']:.0f}",
-    )
-
-
-def _table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine from a file of `vllm-tiered probe`, with estimates for what a probe cannot measure.
 
-A probe measures memory, links and GEMMs. It cannot measure the rest of an engine's work, such as
-scheduling, sampling, norms, and the calls of a layer. That work consists of Python and calls of
-small operations, so it is estimated as a multiple of the smallest operation's time. The multiples
-are estimates too (docs/notes/weights.md), and the provenance of such a figure is "assumed".
+A probe measures memory, links and GEMMs, and starts a small engine for the rest of an engine's
+work: attention, scheduling, sampling, norms, and the calls of a layer. Where no engine runs, that
+work is estimated as a multiple of the smallest operation's time, and attention by its bytes and
+operations. The multiples are estimates too (docs/notes/weights.md), and the provenance of such a
+figure is "assumed".
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from vllm_tiered.planner.machine import (
     provenance,
     read_profile,
 )
-from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
+from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredAttention, MeasuredCurves
 from vllm_tiered.units import format_bytes
 from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
-VERSION = 2
+VERSION = 3
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -94,9 +95,11 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
     """
     near, far = (_gemm_curve(probe["gemms"][where]) for where in ("near", "far"))
+    int4 = probe["gemms"].get("int4")
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
     links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
-    largest, one_row = near.by_rows[0][-1]
+    # The faster GEMM says more about memory: a kernel may not reach its bandwidth.
+    largest, one_row = min(curve.by_rows[0][-1] for curve in (near, far))
     most_rows, (most_bytes, most_seconds) = near.rows[-1], near.by_rows[-1][-1]
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[probe["dtype"]]
     read_gb_per_s, write_gb_per_s = (_gb_per_s(links[name][-1]) for name in ("read", "write"))
@@ -107,7 +110,8 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     latency_s = links["read"][0][1]
     where = f"vllm-tiered probe of {probe['machine']['name']}, {probe['date']}"
     figures = _Figures(where, call_us)
-    measured, assumed = figures.measured, figures.assumed
+    measured = figures.measured
+    step = _StepFigures(figures, probe["step_costs"])
     curves = MeasuredCurves(
         near=near,
         far=far,
@@ -115,16 +119,20 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
             1.0, measured("compute_slowdown", compute_slowdown, "GEMMs during copies")
         ),
         link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies during GEMMs")),
-        layer_overhead_us=assumed("layer_overhead_us", LAYER_CALLS),
+        layer_overhead_us=step.overhead("layer_overhead_us", "layer_seconds", LAYER_CALLS),
+        compressed=None if int4 is None else _gemm_curve(int4),
+        attention=step.attention(),
     )
     machine = Machine(
         read_gb_per_s=measured("read_gb_per_s", read_gb_per_s, "the largest transfer"),
         write_gb_per_s=measured("write_gb_per_s", write_gb_per_s, "the largest transfer"),
-        near_gb_per_s=measured("near_gb_per_s", near_gb_per_s, "the largest GEMM, 1 row"),
+        near_gb_per_s=measured(
+            "near_gb_per_s", near_gb_per_s, "the largest GEMM, 1 row, of the faster kind"
+        ),
         tflops=measured(
             "tflops",
             2 * most_bytes / width * most_rows / most_seconds / 1e12,
-            f"the largest GEMM, {most_rows} rows",
+            f"the largest GEMM, {most_rows} rows, by {probe['gemms_of']}",
         ),
         storage_read_gb_per_s=_storage(probe.get("storage"), measured),
         near_bytes_per_copied_byte=measured(
@@ -132,8 +140,8 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
             curves.near_bytes_per_copied_byte(near_gb_per_s, read_gb_per_s),
             "GEMMs during copies",
         ),
-        step_overhead_ms=assumed("step_overhead_ms", STEP_CALLS, 1e-3),
-        request_overhead_us=assumed("request_overhead_us", REQUEST_CALLS),
+        step_overhead_ms=step.overhead("step_overhead_ms", "step_seconds", STEP_CALLS, 1e3),
+        request_overhead_us=step.overhead("request_overhead_us", "request_seconds", REQUEST_CALLS),
         far_layer_overhead_us=measured(
             "far_layer_overhead_us", 2e6 * latency_s, "two of the smallest transfers"
         ),
@@ -154,9 +162,9 @@ class _Figures:
     def measured(self, name: str, value: float, how: str) -> float:
         return self._note(name, value, "measured", f"{how}; {self._where}")
 
-    def assumed(self, name: str, calls: int, unit: float = 1.0) -> float:
+    def assumed(self, name: str, calls: int, per_second: float) -> float:
         rule = f"{calls} times the {self._call_us:.2f} us of the smallest operation, an estimate"
-        return self._note(name, calls * self._call_us * unit, "assumed", rule)
+        return self._note(name, calls * self._call_us * 1e-6 * per_second, "assumed", rule)
 
     def _note(self, name: str, value: float, kind: str, source: str) -> float:
         self.found[name] = {"value": value, "kind": kind, "source": source}
@@ -180,6 +188,42 @@ def _far_tiers(found: Mapping[str, Any] | None, measured: Callable[..., float]) 
             )
         )
     return FarTiers(tuple(tiers), at_once=found["read_at_once"] is True)
+
+
+class _StepFigures:
+    """Figures of an engine's steps: measured if the probe had an engine, else assumed."""
+
+    def __init__(self, figures: _Figures, costs: Mapping[str, Any] | None) -> None:
+        self._figures = figures
+        self._costs = costs
+
+    def overhead(self, name: str, cost: str, calls: int, per_second: float = 1e6) -> float:
+        """Return an overhead, in a unit of which ``per_second`` are a second."""
+        if self._costs is None:
+            return self._figures.assumed(name, calls, per_second)
+        return self._measured(name, _not_negative(self._costs[cost], cost) * per_second)
+
+    def attention(self) -> MeasuredAttention | None:
+        """Return what attention takes; None if it was not measured."""
+        costs = self._costs
+        if costs is None:
+            return None
+
+        def cost(name: str, key: str, per_second: float) -> float:
+            return self._measured(name, _not_negative(costs[key], key) * per_second)
+
+        def gflops(name: str, key: str) -> float:
+            return self._measured(name, _positive(costs[key], key) / 1e9)
+
+        return MeasuredAttention(
+            request_us=cost("attention_request_us", "attention_request_seconds", 1e6),
+            decode_gflops=gflops("decode_attention_gflops", "decode_operations_per_s"),
+            prompt_gflops=gflops("prompt_attention_gflops", "prompt_operations_per_s"),
+            row_ns_per_feature=cost("row_ns_per_feature", "row_seconds_per_feature", 1e9),
+        )
+
+    def _measured(self, name: str, value: float) -> float:
+        return self._figures.measured(name, value, "steps of a small engine")
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
@@ -222,3 +266,7 @@ def _positive(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, and must be a number above 0")
     return float(value)
+
+
+def _not_negative(value: Any, name: str) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _positive(value, name)

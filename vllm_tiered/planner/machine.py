@@ -18,10 +18,15 @@ from vllm_tiered.planner.measured_curves import MeasuredCurves
 from vllm_tiered.units import gib_to_bytes
 
 _PROFILES = Path(__file__).parent / "profiles"
-_MAY_BE_KNOWN = {"storage_read_gb_per_s", "peer_gb_per_s", "host_gb_per_s"}
 _NO_FIGURES = {"far_tiers", "power", "curves"}
 _TIER_KEYS = {"name", "capacity_gib", "value", "kind", "source"}
 """Keys of a far tier in a profile; ``value`` is its bandwidth of reads."""
+_MAY_BE_KNOWN = {
+    "storage_read_gb_per_s",
+    "peer_gb_per_s",
+    "host_gb_per_s",
+    "int4_compute_factor",
+}
 _MAY_BE_ZERO = {
     "near_bytes_per_copied_byte",
     "step_overhead_ms",
@@ -55,6 +60,8 @@ class Machine:
         host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
             if unknown, or if the processor is the near tier's own.
         far_tiers: tiers of far memory; none if all of it is equally fast.
+        int4_compute_factor: how many times as long as in 16 bit a GEMM takes with our weights in 4
+            bit; None if it is predicted by the bytes.
         power: power that the machine draws; None if unknown.
         curves: curves that a probe measured; None if the machine was not probed.
     """
@@ -71,6 +78,7 @@ class Machine:
     peer_gb_per_s: float | None = None
     host_gb_per_s: float | None = None
     far_tiers: FarTiers = NO_TIERS
+    int4_compute_factor: float | None = None
     power: Power | None = None
     curves: MeasuredCurves | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured GEMM times of a machine, which one bandwidth and one throughput cannot express."""
+"""Measured times of a machine, which one bandwidth and one throughput cannot express."""
 
 from __future__ import annotations
 
@@ -59,6 +59,29 @@ def _at(curve: tuple[tuple[int, float], ...], num_bytes: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredAttention:
+    """Measured costs of attention and of other work on a layer's activations.
+
+    Attributes:
+        request_us: what each request adds to a layer's attention, apart from its tokens.
+        decode_gflops: rate of attention's arithmetic for one new token of each request.
+        prompt_gflops: the same for many new tokens.
+        row_ns_per_feature: what a token adds to a layer outside GEMMs and attention, for each of
+            the in and out features of the layer's GEMMs.
+    """
+
+    request_us: float
+    decode_gflops: float
+    prompt_gflops: float
+    row_ns_per_feature: float
+
+    def seconds(self, operations: float, requests: int, *, is_decode: bool) -> float:
+        """Return the seconds of a layer's attention operations for so many requests."""
+        rate = self.decode_gflops if is_decode else self.prompt_gflops
+        return operations / (rate * 1e9) + requests * self.request_us * 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCurves:
     """Measured curves of a machine, which replace some of its single figures.
 
@@ -68,8 +91,10 @@ class MeasuredCurves:
         compute_slowdown, link_slowdown: factors by which compute and a transfer slow down while
             both run.
         layer_overhead_us: time of a layer's calls in a step, without its GEMMs.
-        compressed: GEMMs with weights in 4 bit, by the bytes that the weights have in 16 bit. None
-            if they were not measured; they are then assumed to take as long as in 16 bit.
+        compressed: GEMMs with our weights in 4 bit, by the bytes that the weights have without
+            compression. None if they were not measured; they are then assumed to take as long as
+            without compression.
+        attention: measured attention; None if it is predicted by bytes and operations.
     """
 
     near: GemmCurve
@@ -78,6 +103,7 @@ class MeasuredCurves:
     link_slowdown: float
     layer_overhead_us: float
     compressed: GemmCurve | None = None
+    attention: MeasuredAttention | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
         """Return the bytes of near-memory traffic that compute loses for each copied byte.

@@ -257,6 +257,15 @@ class ModelShape:
         """Return whether a parameter takes fewer bytes than its weights would in the dtype."""
         return parameter.num_bytes < self.weights_in(parameter) * self.dtype_bytes
 
+    def features_of(self, sublayer: Sublayer) -> int:
+        """Return the in and out features of a sublayer's GEMMs, of those that are known."""
+        matrices = (self.matrices.get(parameter.name) for parameter in sublayer.parameters)
+        return sum(sum(matrix) for matrix in matrices if matrix)
+
+    def is_int4(self, parameter: Parameter) -> bool:
+        """Return whether a parameter is in our own 4 bit, not in a checkpoint's format."""
+        return self.quantization is None and self.is_compressed(parameter)
+
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:
     """Return the bytes of each class of tensors in all layers, and of embeddings and head."""

@@ -3,16 +3,18 @@
 
 On a probed machine, a sublayer takes the measured time of its GEMMs. On other machines, it takes
 the longer of its memory traffic and its arithmetic (roofline). Attention follows: it
-reads the KV cache, and multiplies each new token with all earlier ones. While copies run, compute
+reads the KV cache, and multiplies each new token with all earlier ones, at the rates that a probe's
+small engine measured or at those of other memory traffic and arithmetic. While copies run, compute
 and link slow down by measured factors, or because they share the near tier's bandwidth. The time of
 a step outside the layers is a figure of the machine, plus the time to read the weights of the head.
 
 Tensor-parallel ranks add up each sublayer's outputs (all-reduce): two times the bytes of a rank's
 share, over the link between near tiers or, without one, through the far tier.
 
-Weights in 4 bit have shorter transfers, and less memory traffic in the roofline. An engine measures
-GEMMs with such weights. `vllm-tiered probe` does not, so the times in 16 bit are used for its
-machine.
+Our weights in 4 bit (``compress="int4"``) have shorter transfers. Their GEMMs are measured by an
+engine and by `vllm-tiered probe`. On a machine of a profile they take as many times those of 16 bit
+as its ``int4_compute_factor`` says. A quantised checkpoint's weights are assumed to need the
+arithmetic of 16 bit, and memory traffic of their bytes: its kernels depend on the GPU.
 """
 
 from __future__ import annotations
@@ -149,20 +151,52 @@ def roofline(
         operations = shape.attention_operations(batch.new_tokens, batch.context_tokens)
         operations *= batch.requests / shape.num_attention
     tokens = batch.tokens
+    factors = [_int4_factor(machine, shape, p) for p in sublayer.parameters]
     parts = roofline_of(
         machine,
-        weight_bytes=sum(p.num_bytes * shape.share_read(p, tokens) for p in sublayer.parameters),
-        num_weights=sum(shape.weights_in(p) * shape.share_computed(p) for p in sublayer.parameters),
+        weight_bytes=sum(
+            _read_bytes(shape, p, tokens, factor)
+            for p, factor in zip(sublayer.parameters, factors, strict=True)
+        ),
+        num_weights=sum(
+            shape.weights_in(p) * shape.share_computed(p) * factor
+            for p, factor in zip(sublayer.parameters, factors, strict=True)
+        ),
         tokens=tokens,
         kv_bytes=kv_bytes,
         attention_operations=operations,
     )
-    if machine.curves:
+    curves = machine.curves
+    if curves:
         weights, arithmetic = (
-            _measured_seconds(sublayer, shape, far, machine.curves, rows) for rows in (1, tokens)
+            _measured_seconds(sublayer, shape, far, curves, rows) for rows in (1, tokens)
         )
         parts = parts._replace(weights=weights, arithmetic=arithmetic)
+        if curves.attention and sublayer.kind is Kind.ATTENTION:
+            attention = curves.attention.seconds(
+                operations, batch.requests, is_decode=batch.new_tokens == 1
+            )
+            read = kv_bytes / (machine.near_gb_per_s * 1e9)
+            parts = parts._replace(attention=max(attention, read))
     return parts
+
+
+def _int4_factor(machine: Machine, shape: ModelShape, parameter: Parameter) -> float:
+    """Return how many times its time in 16 bit a parameter's GEMM takes; 1 if not in our 4 bit."""
+    factor = machine.int4_compute_factor
+    return 1.0 if factor is None or not shape.is_int4(parameter) else factor
+
+
+def _read_bytes(shape: ModelShape, parameter: Parameter, tokens: int, factor: float) -> float:
+    """Return the bytes that take a parameter's GEMM as long to read as its time for one row.
+
+    They are the parameter's own, or, where a factor says how long a GEMM in 4 bit takes, as many
+    times those in 16 bit.
+    """
+    share = shape.share_read(parameter, tokens)
+    if factor == 1.0:
+        return share * parameter.num_bytes
+    return share * factor * shape.weights_in(parameter) * shape.dtype_bytes
 
 
 def slowdown(machine: Machine) -> Slowdown:
@@ -227,14 +261,17 @@ def _measured_seconds(
     curves: MeasuredCurves,
     tokens: int,
 ) -> float:
-    """Return the measured time of the sublayer's GEMMs, plus half of the layer's overhead."""
+    """Return the measured time of a sublayer's GEMMs and rows, and half of a layer's overhead."""
     names = {parameter.name for parameter in far}
     seconds = curves.layer_overhead_us * 1e-6 / 2
+    if curves.attention:
+        ns = curves.attention.row_ns_per_feature * shape.features_of(sublayer)
+        seconds += 1e-9 * tokens * ns
     for parameter in sublayer.parameters:
         if parameter.role not in (Role.MATRIX, Role.FFN_FIRST):
             continue
         curve = curves.far if parameter.name in names else curves.near
-        if curves.compressed and shape.is_compressed(parameter):
+        if curves.compressed and shape.is_int4(parameter):
             curve = curves.compressed
         seconds += curve.seconds(round(shape.weights_in(parameter) * shape.dtype_bytes), tokens)
     return seconds

@@ -16,7 +16,7 @@ import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
-from vllm_tiered.probe.gemm import far_gemm
+from vllm_tiered.probe.gemm import GemmOf, far_gemm
 from vllm_tiered.probe.links import PAGE_BYTES
 
 _REPEATS = 5
@@ -40,12 +40,14 @@ def measure_contention(
     shape: tuple[int, int],
     dtype: torch.dtype,
     seconds: float = 2.0,
+    gemm_of: GemmOf = far_gemm,
 ) -> Contention:
     """Measure GEMMs of one row while a link copies into the two buffers of their weights.
 
     Args:
         shape: (out, in) of a weight, whose bytes are a multiple of ``PAGE_BYTES``.
         seconds: approximate duration of the whole measurement.
+        gemm_of: returns the GEMM of a weight in a weight buffer.
 
     Returns:
         Medians of several runs; each run first measures compute and link alone.
@@ -67,7 +69,7 @@ def measure_contention(
     ]
     x = torch.randn((1, shape[1]), device=near_device).to(dtype)
     weights = near.data.view(2, -1)
-    gemms = [far_gemm(weight.view(dtype).view(shape)) for weight in weights]
+    gemms = [gemm_of(weight.view(dtype).view(shape)) for weight in weights]
     share = seconds / _REPEATS / 3
 
     def compute(turn: int) -> None:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs as the engine computes them: near weights are packed, far weights are not.
+"""GEMMs to be timed: the engine's own, or torch's in their place.
 
-On a CPU vLLM packs the weights of linear layers for oneDNN. Torch's own packing is as fast (5
-shapes, 1 to 256 rows, 1 and 2 threads, within the noise; Xeon with AMX, 2026-11-22). A weight in a
-weight buffer cannot be packed. On other devices both GEMMs are the same.
+On a CPU vLLM packs the weights of linear layers, in a way that depends on dtype, shape and
+instruction set. The adapter hands its GEMMs to the probe as :class:`Products`, as only the adapter
+imports vLLM. Torch's own packing is as fast in bfloat16 (5 shapes, 1 to 256 rows, 1 and 2 threads,
+within the noise; Xeon with AMX, 2026-11-22), but not in float32. A weight in a weight buffer cannot
+be packed. On other devices both GEMMs are the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -14,9 +17,36 @@ import torch
 Gemm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Function from activations [rows, in] to [rows, out]."""
 
+GemmOf: TypeAlias = Callable[[torch.Tensor], Gemm]
+"""Function that returns the GEMM of a weight [out, in]."""
+
 ROWS_ON_THE_LEFT = 4
 """Least number of rows at which torch is faster with the unpacked weight as the left factor. The
 engine then computes it so (the adapter's ``cpu_linear``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Products:
+    """GEMMs of an engine, by what it does with the weight.
+
+    Attributes:
+        source: whose GEMMs they are, for people.
+        near: GEMMs with weights that stay near.
+        far: GEMMs with weights in a weight buffer.
+        int4_seconds: times GEMMs with a weight in 4 bit. It gets the shape (out, in), the numbers
+            of rows, the dtype of the activations, the torch device and the seconds for one point.
+            None if there are no such GEMMs.
+    """
+
+    source: str
+    near: GemmOf
+    far: GemmOf
+    int4_seconds: (
+        Callable[
+            [tuple[int, int], Sequence[int], torch.dtype, torch.device, float], Sequence[float]
+        ]
+        | None
+    ) = None
 
 
 def near_gemm(weight: torch.Tensor) -> Gemm:
@@ -44,3 +74,7 @@ def _packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return False
     return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+TORCH = Products(source="torch", near=near_gemm, far=far_gemm)
+"""Torch's own GEMMs, where the engine's are not known."""

@@ -16,7 +16,7 @@ import torch
 
 from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
-from vllm_tiered.probe.gemm import Gemm, far_gemm
+from vllm_tiered.probe.gemm import Gemm, GemmOf, far_gemm
 from vllm_tiered.storage.direct_file import aligned_pages
 from vllm_tiered.storage.immutable_file import Draft, ImmutableFile
 from vllm_tiered.units import KIB, MIB
@@ -134,7 +134,7 @@ def gemm_curve(
     num_tokens: int,
     dtype: torch.dtype,
     near_device: torch.device,
-    gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
+    gemm_of: GemmOf = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
     """Measure GEMMs of activations [num_tokens, in] with weights [out, in], by the weights' size.
@@ -155,7 +155,7 @@ def gemm_by_rows(
     rows: Sequence[int],
     dtype: torch.dtype,
     near_device: torch.device,
-    gemm_of: Callable[[torch.Tensor], Gemm] = far_gemm,
+    gemm_of: GemmOf = far_gemm,
     seconds: float = SECONDS,
 ) -> list[Sample]:
     """Measure GEMMs with weights of one shape, by the activations' rows."""

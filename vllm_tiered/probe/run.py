@@ -19,20 +19,17 @@ import torch
 from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
-from vllm_tiered.probe.gemm import Gemm, far_gemm, near_gemm
+from vllm_tiered.probe.gemm import TORCH, Products
 from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
 from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 2
+VERSION = 3
 """Version of the probe file; a reader refuses other versions."""
 
-GEMMS: Mapping[str, Callable[[torch.Tensor], Gemm]] = {
-    "near": near_gemm,
-    "far": far_gemm,
-}
-"""Functions that return the GEMM of a weight, by the weight's tier."""
+StepCosts = Mapping[str, Any]
+"""What a small engine measured of its steps (:mod:`vllm_tiered.probe.step_costs`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +84,8 @@ def run_probe(
     folder: Path | None = None,
     sublayers: Sequence[Matrices] = (),
     step: Callable[[str], None] = lambda _: None,
+    products: Products = TORCH,
+    step_costs: Callable[[], StepCosts | None] = lambda: None,
 ) -> dict[str, Any]:
     """Run all measurements.
 
@@ -94,6 +93,9 @@ def run_probe(
         folder: folder whose disk is measured; None leaves storage out.
         sublayers: a model's sublayers, whose GEMMs are measured at their own shapes.
         step: called with the name of the next measurement.
+        products: the GEMMs to time.
+        step_costs: returns what an engine's steps take beside its GEMMs; None if no engine can
+            run.
 
     Returns:
         The file's content, JSON-safe. Its keys name the units: seconds, bytes, GB/s (10^9 bytes).
@@ -119,7 +121,7 @@ def run_probe(
         )
         links[direction.value] = [sample._asdict() for sample in curve]
     gemms: dict[str, list[dict[str, float]]] = {}
-    for where, gemm_of in GEMMS.items():
+    for where, gemm_of in (("near", products.near), ("far", products.far)):
         step(f"GEMMs with {where} weights")
         gemms[where] = [
             {"rows": rows, **sample._asdict()}
@@ -133,13 +135,26 @@ def run_probe(
                 scope.point_seconds,
             )
         ]
+    if products.int4_seconds:
+        step("GEMMs with weights in 4 bit")
+        gemms["int4"] = _int4_gemms(products, scope, near_device)
     step("contention of copies and compute")
     contention = measure_contention(
-        device, near_device, scope.contention_shape, scope.dtype, seconds=scope.contention_seconds
+        device,
+        near_device,
+        scope.contention_shape,
+        scope.dtype,
+        seconds=scope.contention_seconds,
+        gemm_of=products.far,
     )
     if sublayers:
         step("the model's sublayers")
-    at_model = _sublayers(sublayers, scope, near_device)
+    at_model = _sublayers(sublayers, scope, near_device, products)
+    call_seconds = _call_seconds(near_device)
+    # Before the engine, which computes in a process of its own.
+    foreign = _foreign_share(cpu_before, _cpu_seconds(), time.perf_counter() - start)
+    step("steps of a small engine")
+    costs = step_costs()
     seconds = time.perf_counter() - start
     return {
         "format": FORMAT,
@@ -150,12 +165,14 @@ def run_probe(
         "links": links,
         **({"far_tiers": _far_tiers(device, nodes)} if nodes else {}),
         "gemms": gemms,
+        "gemms_of": products.source,
         "contention": contention._asdict(),
-        "call_seconds": _call_seconds(near_device),
+        "call_seconds": call_seconds,
+        "step_costs": None if costs is None else dict(costs),
         "storage": storage,
         "sublayers": at_model,
         "seconds": seconds,
-        "foreign_cpu_share": _foreign_share(cpu_before, _cpu_seconds(), seconds),
+        "foreign_cpu_share": foreign,
     }
 
 
@@ -229,14 +246,32 @@ def _call_seconds(near_device: torch.device) -> float:
     return median_seconds(call)
 
 
+def _int4_gemms(
+    products: Products, scope: Scope, near_device: torch.device
+) -> list[dict[str, float]]:
+    """Time GEMMs in 4 bit; ``num_bytes`` are those of the weight without compression."""
+    assert products.int4_seconds is not None
+    found: list[dict[str, float]] = []
+    for out_features, in_features in scope.gemm_shapes:
+        seconds = products.int4_seconds(
+            (out_features, in_features), scope.rows, scope.dtype, near_device, scope.point_seconds
+        )
+        num_bytes = out_features * in_features * scope.dtype.itemsize
+        found += [
+            {"rows": rows, "num_bytes": num_bytes, "seconds": took}
+            for rows, took in zip(scope.rows, seconds, strict=True)
+        ]
+    return found
+
+
 def _sublayers(
-    sublayers: Sequence[Matrices], scope: Scope, near_device: torch.device
+    sublayers: Sequence[Matrices], scope: Scope, near_device: torch.device, products: Products
 ) -> list[dict[str, Any]]:
     """Measure each sublayer with all weights near, for every number of rows."""
     shapes = sorted({shape for sublayer in sublayers for shape in sublayer.shapes})
     seconds = {
         (shape, rows): gemm_curve(
-            [shape], rows, scope.dtype, near_device, near_gemm, scope.point_seconds
+            [shape], rows, scope.dtype, near_device, products.near, scope.point_seconds
         )[0].seconds
         for shape in shapes
         for rows in scope.rows

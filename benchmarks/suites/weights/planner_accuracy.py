@@ -150,6 +150,8 @@ def median_probe(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     def median(values: Sequence[Any]) -> Any:
         first = values[0]
+        if any(value is None for value in values):  # an engine did not start in one of them
+            return None
         if isinstance(first, Mapping):
             return {key: median([value[key] for value in values]) for key in first}
         if isinstance(first, list):

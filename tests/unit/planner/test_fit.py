@@ -153,13 +153,14 @@ def test_float32_doubles_bytes_not_operations():
     assert full.compute[1] == pytest.approx(half.compute[1])
 
 
-def test_4_bit_takes_bytes_not_operations():
+def test_4_bit_without_a_figure_takes_bytes_not_operations():
+    rtx = dataclasses.replace(RTX, int4_compute_factor=None)
     prefill = Batch(requests=1, new_tokens=2048, context_tokens=0)
     decode = Batch(requests=1, new_tokens=1, context_tokens=0)
     small = model_shape(LLAMA_3_8B, compress="int4")
-    of = [compute_times(shape, RTX, prefill).compute[1] for shape in (LLAMA, small)]
+    of = [compute_times(shape, rtx, prefill).compute[1] for shape in (LLAMA, small)]
     assert of[0] == of[1]
-    of = [compute_times(shape, RTX, decode).compute[1] for shape in (LLAMA, small)]
+    of = [compute_times(shape, rtx, decode).compute[1] for shape in (LLAMA, small)]
     assert of[1] == pytest.approx(of[0] * 0.5625 / 2, rel=1e-3)
 
 

@@ -41,6 +41,37 @@ def test_figures_are_what_was_measured():
     assert f"{STEP_CALLS} times the 2.00 us" in str(figures["step_overhead_ms"]["source"])
 
 
+def test_what_a_small_engine_measured_is_not_assumed():
+    costs = {
+        "step_seconds": 3e-3,
+        "request_seconds": 2e-4,
+        "layer_seconds": 5e-4,
+        "row_seconds_per_feature": 1e-9,
+        "attention_request_seconds": 0.0,
+        "decode_operations_per_s": 7e9,
+        "prompt_operations_per_s": 14e9,
+    }
+    machine, figures = machine_from_probe({**sample_probe(), "step_costs": costs})
+    assert {figure["kind"] for figure in figures.values()} == {"measured"}
+    assert machine.step_overhead_ms == pytest.approx(3)
+    assert machine.request_overhead_us == pytest.approx(200)
+    assert machine.curves is not None and machine.curves.attention is not None
+    assert machine.curves.layer_overhead_us == pytest.approx(500)
+    attention = machine.curves.attention
+    assert attention.request_us == 0.0 and attention.row_ns_per_feature == pytest.approx(1)
+    assert attention.decode_gflops == pytest.approx(7)
+    assert attention.prompt_gflops == pytest.approx(14)
+    without = machine_from_probe(sample_probe())[0].curves
+    assert without is not None and without.attention is None
+
+
+def test_the_faster_gemm_says_what_memory_carries():
+    probe = sample_probe()
+    for entry in probe["gemms"]["far"]:
+        entry["seconds"] /= 4  # from half of the near ones' rate to twice it
+    assert machine_from_probe(probe)[0].near_gb_per_s == pytest.approx(20)
+
+
 def test_bytes_that_compute_loses_to_a_copy():
     """Compute reads 2 GB/s less (10 - 10/1.25) while copies move 5/1.5 GB/s: 0.6 bytes per byte."""
     machine, _ = machine_from_probe(sample_probe())
@@ -70,7 +101,7 @@ def broken(change):
         pytest.param("[]", "is not a probe's result", id="list"),
         pytest.param('{"format": "x"}', "is not a probe's result", id="other"),
         pytest.param(
-            broken(lambda p: p.update(version=0)), "version 0, and this reads 2", id="old"
+            broken(lambda p: p.update(version=0)), "version 0, and this reads 3", id="old"
         ),
         pytest.param(broken(lambda p: p.pop("links")), "damaged: no 'links'", id="key"),
         pytest.param(
@@ -84,6 +115,11 @@ def broken(change):
             id="text",
         ),
         pytest.param(broken(lambda p: p["gemms"].update(far=[])), "no GEMMs", id="empty"),
+        pytest.param(
+            broken(lambda p: p.update(step_costs={"layer_seconds": -1})),
+            "layer_seconds is -1",
+            id="negative cost",
+        ),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
         pytest.param(broken(lambda p: p.update(links=None)), "is damaged", id="null"),
     ],
@@ -119,7 +155,7 @@ def test_near_sublayers_take_what_their_products_took():
 
 
 def test_products_in_4_bit_are_taken_for_those_of_16_bit():
-    """A probe has no 4-bit GEMMs; by their bytes alone they would look like smaller matrices."""
+    """So it is without a measurement; by their bytes alone they would look like smaller ones."""
     machine, _ = machine_from_probe(sample_probe())
     small = model_shape(LLAMA_3_8B, compress="int4")
     prefill = Batch(requests=1, new_tokens=64, context_tokens=0)

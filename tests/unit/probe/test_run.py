@@ -17,9 +17,9 @@ from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import Pattern, storage_curves
-from vllm_tiered.probe.gemm import far_gemm, near_gemm
+from vllm_tiered.probe.gemm import TORCH, far_gemm, near_gemm
 from vllm_tiered.probe.links import median_seconds
-from vllm_tiered.probe.run import GEMMS, Matrices, Scope, run_probe
+from vllm_tiered.probe.run import Matrices, Scope, run_probe
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -41,7 +41,9 @@ def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     assert len(probe["gemms"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
-    assert len(steps) == 7
+    assert len(steps) == 8
+    assert probe["gemms_of"] == TORCH.source and probe["step_costs"] is None
+    assert probe["gemms"].keys() == {"near", "far"}
     machine, figures = machine_from_probe(probe)
     assert machine.curves is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
@@ -56,10 +58,11 @@ def test_the_default_scope_is_planned_to_take_less_than_a_minute():
     scope = Scope()
     points = (
         len(Direction) * len(scope.transfer_bytes)
-        + len(GEMMS) * len(scope.rows) * len(scope.gemm_shapes)
+        + 2 * len(scope.rows) * len(scope.gemm_shapes)
         + 2 * len(scope.request_bytes) * len(scope.readers)
     )
-    # Each point's preparation takes about as long as the point; a model's sublayers are extra.
+    # Each point's preparation takes about as long as the point; a model's sublayers, GEMMs in
+    # 4 bit and a small engine are extra.
     assert 2 * (points * scope.point_seconds + scope.contention_seconds) < 60
 
 

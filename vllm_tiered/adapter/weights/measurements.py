@@ -15,12 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from vllm_tiered.adapter.weights.engine_gemm import (
+    engine_far_gemm,
+    engine_near_gemm,
+    int4_seconds,
+)
 from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
 from vllm_tiered.planner.pipeline_time import ComputeTimes, Link
 from vllm_tiered.probe.contention import measure_contention
-from vllm_tiered.probe.gemm import far_gemm, near_gemm
 from vllm_tiered.probe.links import (
     PAGE_BYTES,
     SECONDS,
@@ -28,12 +32,8 @@ from vllm_tiered.probe.links import (
     Sample,
     gemm_by_rows,
     link_curve,
-    median_seconds,
     stored_read,
-    synchronizer,
 )
-from vllm_tiered.units import MIB
-from vllm_tiered.weights.int4.packing import packing_for
 from vllm_tiered.weights.layout import Sublayer, extent_bytes
 from vllm_tiered.weights.store import KNOB
 
@@ -151,7 +151,9 @@ def measure_machine(
     plain = _ends(matrix for matrix in all_of if not matrix.is_compressed) or [largest]
     packed = _ends(matrix for matrix in all_of if matrix.is_compressed)
     near, far = (_curve(plain, near_device, is_far=is_far) for is_far in (False, True))
-    # A GEMM with a far weight is never faster than with a near one. A smaller time is noise.
+    row_seconds = min(curve.by_rows[0][-1][1] for curve in (near, far))
+    # Some far GEMMs are faster than near ones (float32 without AVX-512, one row). No weight is to
+    # leave near memory for that, nor for noise.
     far = GemmCurve.of({key: max(far.points[key], near.points[key]) for key in near.points})
     # The transfer of one page gives the latency.
     sizes = [PAGE_BYTES, link_bytes(sublayers)]
@@ -172,7 +174,7 @@ def measure_machine(
         layer_overhead_us=0.0,
         compressed=_curve(packed, near_device) if packed else None,
     )
-    (num_bytes, row_seconds), (_, most_seconds) = near.by_rows[0][-1], near.by_rows[-1][-1]
+    num_bytes, most_seconds = near.by_rows[-1][-1]
     storage = _storage(device, storage_folder, near_device)
     read, near_rate = link.bytes_per_s / 1e9, num_bytes / row_seconds / 1e9
     operations = 2 * num_bytes / largest.dtype.itemsize * near.rows[-1]
@@ -248,33 +250,11 @@ def _seconds(
 ) -> list[float]:
     """Return the seconds of the matrix's GEMM for each number of activation rows."""
     if matrix.is_compressed:
-        return _compressed_seconds(matrix, rows, near_device, seconds)
-    gemm_of = far_gemm if is_far else near_gemm
-    return [
-        sample.seconds
-        for sample in gemm_by_rows(matrix.shape, rows, matrix.dtype, near_device, gemm_of, seconds)
-    ]
-
-
-def _compressed_seconds(
-    matrix: Matrix, rows: Sequence[int], near_device: torch.device, seconds: float
-) -> list[float]:
-    """Time GEMMs with a 4-bit matrix that is not in a cache; near or far makes no difference."""
-    out_features, in_features = matrix.shape
-    packing = packing_for(near_device)
-    weight = torch.randn(matrix.shape, device=near_device).to(matrix.dtype)
-    first = packing.compress(weight, None)
-    count = min(max(2, -(-64 * MIB // first.nbytes)), 16)
-    weights = [first, *(first.clone() for _ in range(count - 1))]
-    found = []
-    for num_tokens in rows:
-        x = torch.randn((num_tokens, in_features), device=near_device).to(matrix.dtype)
-
-        def product(turn: int, x: torch.Tensor = x) -> None:
-            packing.linear(x, weights[turn % count], out_features)
-
-        found.append(median_seconds(product, seconds, synchronizer(near_device)))
-    return found
+        return int4_seconds(matrix.shape, rows, matrix.dtype, near_device, seconds)
+    gemm_of = engine_far_gemm if is_far else engine_near_gemm
+    with near_device:  # for what vLLM's GEMMs allocate
+        samples = gemm_by_rows(matrix.shape, rows, matrix.dtype, near_device, gemm_of, seconds)
+    return [sample.seconds for sample in samples]
 
 
 def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
