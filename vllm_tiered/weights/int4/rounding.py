@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding of weights to 4 bit: 16 evenly spread values for each group of a row's weights.
 
-FlexGen (section 5) puts the values from a group's minimum to its maximum. A narrower range cuts the
-outer weights off and brings the others nearer. So some narrower ranges are tried, and of each the
-least-squares fit of scale and zero to the codes that it gives, as llama.cpp's Q4_K does; each group
-takes the best. The error of large weights counts more, because it was found to cost more.
+FlexGen (section 5) puts the values from a group's minimum to its maximum. Here scale and zero are
+fitted to the codes that this gives (least squares), as llama.cpp's Q4_K does, and each group takes
+what is closer. Large weights count more, as they do there.
 """
 
 from typing import NamedTuple
@@ -14,9 +13,6 @@ import torch
 _LEVELS = 15
 MIDDLE = 8
 """The code whose value is a group's "zero": the kernels' codes are signed."""
-
-_RANGES = (1.0, 0.92, 0.85)
-"""Ranges that are tried, as shares of the group's own."""
 
 
 class Rounded(NamedTuple):
@@ -44,21 +40,11 @@ def round_groups(weight_NK: torch.Tensor, group: int) -> Rounded:
     w_gM = weight_NK.float().reshape(-1, group).t().contiguous()
     low_M, range_M = w_gM.amin(0), w_gM.amax(0) - w_gM.amin(0)
     importance_gM = w_gM.abs() + (_sum(w_gM.square()) / group).sqrt()
-    best, least_M = None, None
-    for share in _RANGES:
-        scale_M = range_M * (share / _LEVELS)
-        code_M, value_M = torch.zeros_like(low_M), low_M + range_M * ((1 - share) / 2)
-        for _ in range(2):
-            found = _nearest(w_gM, scale_M, code_M, value_M, dtype)
-            error_M = _error(found, w_gM, importance_gM)
-            if best is None or least_M is None:
-                best, least_M = found, error_M
-            else:
-                is_better_M = error_M < least_M
-                best = [torch.where(is_better_M, *pair) for pair in zip(found, best, strict=True)]
-                least_M = torch.minimum(error_M, least_M)
-            scale_M, code_M, value_M = _fitted(found, w_gM, importance_gM)
-    assert best is not None
+    by_range = _nearest(w_gM, range_M / _LEVELS, torch.zeros_like(low_M), low_M, dtype)
+    by_fit = _nearest(w_gM, *_fitted(by_range, w_gM, importance_gM), dtype)
+    errors = [_error(found, w_gM, importance_gM) for found in (by_range, by_fit)]
+    is_closer_M = errors[1] < errors[0]
+    best = [torch.where(is_closer_M, *pair) for pair in zip(by_fit, by_range, strict=True)]
     codes_gM, scale_M, zero_M = best
     codes_NGg = codes_gM.to(torch.uint8).t().reshape(rows, -1, group)
     return Rounded(codes_NGg, scale_M.to(dtype).view(rows, -1), zero_M.to(dtype).view(rows, -1))
