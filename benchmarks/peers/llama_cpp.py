@@ -4,10 +4,9 @@
 llama.cpp has no graph for OPT. The same tensors are stored under its GPT-2 graph, which has the
 same sizes (layer norms with biases, learned positions, one FFN of two matrices). The bytes of the
 matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
-OLMoE has a graph of its own; a layer's experts are one tensor for each of their three matrices.
+Qwen2, OLMoE and Qwen3-MoE have graphs of their own; a layer's experts are one tensor for each of
+their three matrices. Experts in 4 bit become Q4_0: the same codes and scales in another order.
 Norms, biases, positions and routers are float32, as llama.cpp's own converter stores them.
-
-So has Qwen3-MoE, whose experts in 4 bit become Q4_0: the same codes and scales in another order.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def convert(model: Path, target: Path) -> None:
     config = checkpoint.config
     kind_of_model = config["model_type"]
     is_opt = kind_of_model == "opt" and config["do_layer_norm_before"]
-    if not is_opt and kind_of_model not in ("olmoe", "qwen3_moe"):
+    if not is_opt and kind_of_model not in ("qwen2", "olmoe", "qwen3_moe"):
         raise ValueError(
-            f"{model}: expected an OPT with do_layer_norm_before, an OLMoE or a Qwen3-MoE"
+            f"{model}: expected an OPT with do_layer_norm_before, a Qwen2, an OLMoE or a Qwen3-MoE"
         )
     staging = target.with_suffix(".part")
     writer = GGUFWriter(staging, "gpt2" if is_opt else kind_of_model.replace("_", ""))
@@ -75,7 +74,8 @@ def convert(model: Path, target: Path) -> None:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
+    if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if kind_of_model == "qwen3_moe":
@@ -85,7 +85,7 @@ def convert(model: Path, target: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    tensors = dict(_opt_tensors(config) if is_opt else _mixture_tensors(config))
+    tensors = dict(_opt_tensors(config) if is_opt else _llama_tensors(config))
     for name, tensor in tensors.items():
         shape = _shape(checkpoint, tensor)
         if tensor.is_int4:
@@ -125,21 +125,27 @@ def _opt_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
         yield f"output_norm.{part}", _Tensor([f"{prefix}final_layer_norm.{part}"])
 
 
-def _mixture_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
-    """Yield the tensors of the mixtures' graphs by name, in the order of use."""
+def _llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
+    """Yield the tensors of the other models' graphs by name, in the order of use."""
     is_int4 = "quantization_config" in config
+    has_biases = config["model_type"] == "qwen2"
+    has_norms_of_heads = config["model_type"] != "qwen2"
     yield "token_embd.weight", _Tensor(["model.embed_tokens.weight"])
     for layer_idx in range(config["num_hidden_layers"]):
         layer, block = f"model.layers.{layer_idx}.", f"blk.{layer_idx}."
         yield f"{block}attn_norm.weight", _Tensor([f"{layer}input_layernorm.weight"])
+        attention = f"{layer}self_attn."
         for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o")):
-            yield f"{block}attn_{theirs}.weight", _Tensor([f"{layer}self_attn.{ours}_proj.weight"])
-        for which in "qk":
-            yield (
-                f"{block}attn_{which}_norm.weight",
-                _Tensor([f"{layer}self_attn.{which}_norm.weight"]),
-            )
+            yield f"{block}attn_{theirs}.weight", _Tensor([f"{attention}{ours}_proj.weight"])
+        for which in "qkv" if has_biases else "":
+            yield f"{block}attn_{which}.bias", _Tensor([f"{attention}{which}_proj.bias"])
+        for which in "qk" if has_norms_of_heads else "":
+            yield f"{block}attn_{which}_norm.weight", _Tensor([f"{attention}{which}_norm.weight"])
         yield f"{block}ffn_norm.weight", _Tensor([f"{layer}post_attention_layernorm.weight"])
+        if "num_experts" not in config:
+            for which in ("gate", "up", "down"):
+                yield f"{block}ffn_{which}.weight", _Tensor([f"{layer}mlp.{which}_proj.weight"])
+            continue
         yield f"{block}ffn_gate_inp.weight", _Tensor([f"{layer}mlp.gate.weight"], is_float32=True)
         for which in ("gate", "up", "down"):
             experts = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of perplexity in 4 bit: its arithmetic, and results that it refuses to report."""
+"""The benchmark of matrices in 4 bit: its arithmetic, and results that it refuses to report."""
 
 import math
 
@@ -15,11 +15,18 @@ def measured(**changes):
             "logprobs": [math.log(0.5), math.log(0.125)],
             "manifest": {"compress": "none"},
             "layer_bytes": 200 << 20,
+            "tokens_per_s": [4.0, 5.0, 3.0],
         },
         "int4": {
             "logprobs": [math.log(0.25), math.log(0.0625)],
             "manifest": {"compress": "int4"},
             "layer_bytes": 56 << 20,
+            "tokens_per_s": [8.0],
+        },
+        "Q4_K_M": {
+            "logprobs": [math.log(0.5), math.log(0.125 / 4)],
+            "layer_bytes": 60 << 20,
+            "tokens_per_s": [9.0],
         },
     }
     found["int4"].update(changes)
@@ -34,18 +41,21 @@ def test_perplexity_of_a_fair_choice():
 
 def test_figures():
     result = summarise(measured())
-    assert result["perplexity_16bit"] == pytest.approx(4)
-    assert result["perplexity_int4"] == pytest.approx(8)
-    assert result["ratio"] == pytest.approx(2)
-    assert result["bytes"] == {"16bit": 200 << 20, "int4": 56 << 20}
+    of = result["by_format"]
+    assert [of[name]["perplexity"] for name in of] == pytest.approx([4, 8, 8])
+    assert result["ratio"] == of["int4"]["ratio"] == pytest.approx(2)
+    # Each token lost log 2, or one of them nothing and the other one log 4.
+    assert of["int4"]["standard_error"] == pytest.approx(0)
+    assert of["Q4_K_M"]["standard_error"] == pytest.approx(2 * math.log(4) / 2)
+    assert of["16bit"]["tokens_per_s"] == 5.0 and of["16bit"]["ratio"] == 1
     assert result["num_tokens"] == 2
-    assert "| int4 | 8.000 | 56.0 |" in table(result)
+    assert "| int4 | 8.000 | 2.0000 (± 0.0000) | 56.0 | 8.00 |" in table(result)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logprobs": [-1.0]}, "different numbers of tokens: {'16bit': 2, 'int4': 1}"),
+        ({"logprobs": [-1.0]}, "different numbers of tokens: {'16bit': 2, 'int4': 1, 'Q4_K_M': 2}"),
         ({"manifest": {"compress": "none"}}, "int4 ran with"),
     ],
 )

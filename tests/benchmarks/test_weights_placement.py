@@ -304,5 +304,5 @@ def test_profiles_have_what_the_targets_need():
     for settings in weights_placement.PROFILES.values():
         assert {"nvdram", "dram"} <= set(settings.links)
         assert settings.rounds >= 3
-    assert set(weights_placement.PROFILES["full"].links) == set(LINK_GB_PER_S)
+    assert {*weights_placement.PROFILES["full"].links, "memory_mode"} == set(LINK_GB_PER_S)
     assert weights_placement.PROFILES["full"].layers == 24

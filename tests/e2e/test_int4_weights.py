@@ -122,7 +122,7 @@ def test_a_file_of_16_bit_weights_is_filled_again(plain, tmp_path) -> None:
 @pytest.fixture
 def uneven(monkeypatch):
     """Add a model whose FFN has no whole blocks, so that only attention is compressed."""
-    shape = {**shapes.SHAPES["opt"], "ffn_dim": 544}
+    shape = {**shapes.SHAPES["opt"], "ffn_dim": 560}
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "uneven": shape})
     return "uneven"
 

@@ -8,6 +8,7 @@ from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.dequant_linear import api, reference
 from vllm_tiered.weights.int4 import cpu as int4
 from vllm_tiered.weights.int4.layout import compressed_bytes
+from vllm_tiered.weights.int4.packing import compress_for_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [(576, 7, 1), (2560, 1, 3), (64, 130, 4), (192, 130, 17), (576, 7, 70)]
@@ -46,7 +47,7 @@ def test_the_product_is_that_of_the_unpacked_weights(case, dtype, device):
     expected = x @ w_NK.T + (0 if bias_N is None else bias_N.double())
     _, scale_NG, zero_NG = reference.parts(packed, num_rows, dtype)
     # Bound on the magnitude of the sums to which scales and zeros are applied.
-    largest = (8 * scale_NG.double().abs() + zero_NG.double().abs()).repeat_interleave(64, dim=1)
+    largest = (8 * scale_NG.double().abs() + zero_NG.double().abs()).repeat_interleave(32, dim=1)
     terms = x.abs() @ largest.T + 1
     error = (found.double() - expected).abs()
     bound = 8 * torch.finfo(torch.float32).eps * terms
@@ -57,8 +58,8 @@ def test_the_product_is_that_of_the_unpacked_weights(case, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packing_is_that_of_the_cpu_in_another_order(dtype):
     weight_NK = torch.randn(128, 192).to(dtype)
-    weight_NK[3, 64:128] = 0.25  # a group of equal weights
-    packed = reference.pack(weight_NK)
+    weight_NK[3, 64:96] = 0.25  # a group of equal weights
+    packed = compress_for_kernels(weight_NK)
     assert packed.numel() == compressed_bytes(128, 192, dtype.itemsize)
     unpacked = reference.unpack(packed, 128, dtype)
     on_cpu = int4.compress(weight_NK)
@@ -70,9 +71,17 @@ def test_packing_is_that_of_the_cpu_in_another_order(dtype):
     # The CPU kernels add scale and zero in another order.
     atol = 4 * torch.finfo(torch.float32).eps * float(unpacked.abs().max())
     torch.testing.assert_close(expanded, unpacked, rtol=torch.finfo(dtype).eps, atol=atol)
-    half_step = scale_NG.float().repeat_interleave(64, dim=1) / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_references_own_packing_is_of_the_nearest_values_of_a_range(dtype):
+    weight_NK = torch.randn(24, 192).to(dtype)
+    packed = reference.pack(weight_NK)
+    _, scale_NG, _ = reference.parts(packed, 24, dtype)
+    half_step = scale_NG.float().repeat_interleave(32, dim=1) / 2
     slack = 16 * torch.finfo(dtype).eps
-    assert ((unpacked - weight_NK.float()).abs() <= half_step * (1 + slack) + slack).all()
+    error = (reference.unpack(packed, 24, dtype) - weight_NK.float()).abs()
+    assert (error <= half_step * (1 + slack) + slack).all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5], ids=lambda count: f"{count}tokens")

@@ -12,7 +12,10 @@ from tests.fixtures.real_models import REAL_MODELS
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import shape_of
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.serving import Workload
+from vllm_tiered.planner.step_time import Batch, predict_step
+from vllm_tiered.weights.placement import place
 
 FEW = (
     "SmolLM2-135M",
@@ -59,6 +62,37 @@ def check(shapes):
         assert shape.kv_bytes_per_token == expected.kv_bytes, name
 
 
+def check_plans(shapes):
+    """Compare a request's decode step on an H200 with arithmetic by hand.
+
+    Near: the published weights that a token uses, less the embedding, and 1,000 tokens of KV at
+    3,840 GB/s. Far: the layers' weights at 55 GB/s, and 30 us for each layer's two transfers.
+    Either has 4 ms and 15 us of overhead.
+    """
+    machine = load_profile("h200-pcie5")
+    batch = Batch(requests=1, new_tokens=1, context_tokens=1000)
+    for name, shape in shapes.items():
+        model = REAL_MODELS[name]
+        tables = model.config["vocab_size"] * model.config["hidden_size"] * 2 / 1e9
+        is_tied = model.config.get("tie_word_embeddings", True)
+        if model.read_gb is not None:
+            read_gb = model.read_gb
+        elif shape.experts is None or model.active_billions is not None:
+            read_gb = 2 * (model.active_billions or model.billions) - (0 if is_tied else tables)
+        else:
+            continue  # no such number is published
+        near = place("flexgen", shape.sublayers, (100.0, 0.0, 0.0))
+        seconds = predict_step(shape, machine, near, batch).seconds - 4.015e-3
+        by_hand = (read_gb + 1000 * model.kv_bytes / 1e9) / 3840
+        assert seconds == pytest.approx(by_hand, rel=0.02), name
+        if model.read_gb is None and shape.experts is None:
+            layers_gb = 2 * model.billions - (tables if is_tied else 2 * tables)
+            far = place("all_far", shape.sublayers)
+            seconds = predict_step(shape, machine, far, batch).seconds - 4.015e-3
+            transfers = layers_gb / 55 + 30e-6 * model.config["num_hidden_layers"]
+            assert seconds == pytest.approx(transfers, rel=0.05), name
+
+
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     return read(tmp_path_factory.mktemp("few"), FEW)
@@ -66,6 +100,10 @@ def few(tmp_path_factory):
 
 def test_weights_and_kv_bytes_are_the_published_ones(few):
     check(few)
+
+
+def test_plans_are_what_arithmetic_by_hand_gives(few):
+    check_plans(few)
 
 
 def test_bytes_of_quantised_checkpoints_are_those_of_their_files(few):
@@ -94,7 +132,9 @@ def test_experts_are_known_and_stay_near(few):
 
 @pytest.mark.slow
 def test_all_published_models(tmp_path):
-    check(read(tmp_path, list(REAL_MODELS)))
+    shapes = read(tmp_path, list(REAL_MODELS))
+    check(shapes)
+    check_plans(shapes)
 
 
 def test_a_rank_of_two_has_half_of_each_matrix(few, tmp_path):

@@ -177,7 +177,7 @@ def test_nothing_but_json_is_printed(model, capfd, monkeypatch):
 def test_with_matrices_in_4_bit(model, capsys):
     assert plan(model, "--compress", "int4") == 0
     out = capsys.readouterr().out
-    assert "32 layers of 3.66 GiB" in out  # 0.5625 of 6.5 GiB of 8-bit weights
+    assert "32 layers of 4.06 GiB" in out  # 0.625 of 6.5 GiB of 8-bit weights
     assert "\nall near " in out and "all near does not fit" not in out
     assert "Assumed" not in out
     assert plan(model, "--compress", "int4", "--why") == 0

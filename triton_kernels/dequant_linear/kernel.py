@@ -13,11 +13,11 @@ to shared memory at the same time.
 The batch kernel multiplies codes as integers, which bfloat16 and float16 represent exactly. It
 applies scales and zeros to a group's sums, in float32.
 
-Expected performance (estimated, not measured): a weight is 0.5625 bytes, so a 4096 x 4096 matrix is
-9.4 MB. An H200 reads it in 2 us, which is as long as the launch. For one token, a weight takes 6.3
-instructions (the loop's, counted in sm_90's code), but only 3.5 can be issued while its bytes are
-read, so the kernel reaches at most 55 % of the bandwidth. Many tokens are bound by the tensor cores
-and by the sums of groups: one operation for 64 on the tensor cores.
+Expected performance (estimated, not measured): a weight is 0.625 bytes, so a 4096 x 4096 matrix is
+10.5 MB. An H200 reads it in 2.2 us, which is as long as the launch. For one token, a weight takes
+6.3 instructions (the loop's, counted in sm_90's code with groups of 64), but only 3.9 can be issued
+while its bytes are read, so the kernel reaches at most 60 % of the bandwidth. Many tokens are bound
+by the tensor cores and by the sums of groups: one operation for 32 on the tensor cores.
 """
 
 import triton
@@ -55,14 +55,14 @@ def few_tokens_kernel(
 
     ``x_BHPW`` is float32 [B, half of a byte, byte of a word, words of a row].
     """
-    NUM_GROUPS: tl.constexpr = COLUMNS // 64
+    NUM_GROUPS: tl.constexpr = COLUMNS // 32
     WORDS: tl.constexpr = COLUMNS // 8
     token = tl.arange(0, TOKENS)[:, None, None, None, None, None]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None, None, None, None]
     half = tl.arange(0, 2)[None, None, :, None, None, None]
     place = tl.arange(0, 4)[None, None, None, :, None, None]
     in_groups = tl.arange(0, GROUPS)[None, None, None, None, :, None]
-    word = tl.arange(0, 8)[None, None, None, None, None, :]
+    word = tl.arange(0, 4)[None, None, None, None, None, :]
     is_row = row < num_rows
     is_token = token < num_tokens
     row = row.to(tl.int64)
@@ -70,7 +70,7 @@ def few_tokens_kernel(
     for first in tl.range(0, NUM_GROUPS, GROUPS, num_stages=STAGES):
         group = first + in_groups
         is_read = is_row & (group < NUM_GROUPS)
-        at = group * 8 + word
+        at = group * 4 + word
         words = tl.load(words_NW + row * WORDS + at, mask=is_read, other=0)
         x = tl.load(
             x_BHPW + ((token * 2 + half) * 4 + place) * WORDS + at,
@@ -106,20 +106,20 @@ def batch_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    NUM_GROUPS: tl.constexpr = COLUMNS // 64
+    NUM_GROUPS: tl.constexpr = COLUMNS // 32
     DOT: tl.constexpr = x_BK.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     is_row = row < num_rows
     is_token = token < num_tokens
-    byte = tl.arange(0, 32)[None, :]
+    byte = tl.arange(0, 16)[None, :]
     codes = codes_NK + (row * (COLUMNS // 2))[:, None] + byte
     x = x_BK + (token * x_stride)[:, None] + byte
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for group in range(NUM_GROUPS):
-        pairs = tl.load(codes + group * 32, mask=is_row[:, None], other=0)
-        low_x = tl.load(x + group * 64, mask=is_token[:, None], other=0.0)
-        high_x = tl.load(x + group * 64 + 32, mask=is_token[:, None], other=0.0)
+        pairs = tl.load(codes + group * 16, mask=is_row[:, None], other=0)
+        low_x = tl.load(x + group * 32, mask=is_token[:, None], other=0.0)
+        high_x = tl.load(x + group * 32 + 16, mask=is_token[:, None], other=0.0)
         scale = tl.load(scale_NG + row * NUM_GROUPS + group, mask=is_row, other=0.0).to(tl.float32)
         zero = tl.load(zero_NG + row * NUM_GROUPS + group, mask=is_row, other=0.0).to(tl.float32)
         low = _nibbles(pairs.to(tl.int32), 0).to(DOT)
@@ -146,7 +146,7 @@ def _variant(name: str, kernel: object, *, tokens: int, bias: bool = False) -> V
         "out_BN": "*bf16",
     }
     numbers = ("num_rows", "num_tokens", *(() if few else ("x_stride",)), "out_stride")
-    own = {"ROWS": 4, "GROUPS": 16, "STAGES": 4} if few else {"ROWS": 64}
+    own = {"ROWS": 4, "GROUPS": 32, "STAGES": 4} if few else {"ROWS": 64}
     return Variant(
         name=f"dequant_linear.{name}",
         kernel=kernel,

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of the packing and of the linear layer in plain torch, float32 first.
 
-    w_NK  is about  (q_NK - 8) * scale_NG + zero_NG,    q from 0 to 15,    G groups of 64 along K
+    w_NK  is about  (q_NK - 8) * scale_NG + zero_NG,    q from 0 to 15,    G groups of 32 along K
 
 N out features, K in features, B tokens. A compressed matrix is one sequence of bytes. It is as long
 as the one of the CPU kernels (``weights/int4``), but in another order:
 
-    codes    [N, G, 32]   byte j of a group has weight j in its lower half, j + 32 in its upper half
+    codes    [N, G, 16]   byte j of a group has weight j in its lower half, j + 16 in its upper half
     scales   [N, G]       in the activations' dtype
     zeros    [N, G]       in the activations' dtype
 
-A thread's 16 bytes are 32 weights of one group. One operation extracts the lower or the upper
+A thread's 16 bytes are the 32 weights of a group. One operation extracts the lower or the upper
 halves in order. The bytes of a row are contiguous.
 """
 
 import torch
 
-GROUP = 64
+GROUP = 32
 """Number of consecutive weights of a row that share a scale and a zero."""
 
 _LEVELS = 15
@@ -40,7 +40,12 @@ def pack(weight_NK: torch.Tensor) -> torch.Tensor:
     zero_NG = (low_NG + _MIDDLE * scale_NG.float()).to(dtype)
     scale_NG1, zero_NG1 = scale_NG.float()[..., None], zero_NG.float()[..., None]
     codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0) + _MIDDLE
-    low, high = codes_NGg.round().clamp(0, _LEVELS).to(torch.uint8).chunk(2, dim=2)
+    return arrange(codes_NGg.round().clamp(0, _LEVELS).to(torch.uint8), scale_NG, zero_NG)
+
+
+def arrange(codes_NGg: torch.Tensor, scale_NG: torch.Tensor, zero_NG: torch.Tensor) -> torch.Tensor:
+    """Return the compressed matrix, uint8, from codes uint8, and scales and zeros of one dtype."""
+    low, high = codes_NGg.chunk(2, dim=2)
     codes = low | high << 4
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in (codes, scale_NG, zero_NG)])
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality cost of rounding the layers' matrices to 4 bit: perplexity on ShareGPT text.
+"""Quality and speed of matrices in 4 bit: `weights.compress`, and llama.cpp's formats.
 
-A model runs once with its own weights and once with `weights.compress="int4"`: the demo model, or a
-larger one off the 4-bit grid of the file that it comes from.
-vLLM's own engine gives the log-probability of each token of the same texts. Each engine runs in a
-process of its own.
+A model runs with its own weights and with `weights.compress="int4"`, and, where the peers'
+environment has llama.cpp, in that program's formats: the demo model, or a larger one off the 4-bit
+grid of the file that it comes from. Each gives the log-probability of each token of the same texts,
+and then decodes one request. Each engine runs in a process of its own, one after the other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +28,20 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
+from benchmarks.peers import llama_formats
+from benchmarks.peers.contender import prompt_ids
 
-RESULT_KEYS = ("perplexity_16bit", "perplexity_int4", "ratio", "bytes", "num_tokens", "definitions")
+RESULT_KEYS = ("ratio", "by_format", "num_tokens", "missing", "definitions")
 
 DEFINITIONS = {
-    "perplexity_16bit": "exp of the mean negative log-probability of a token given those before it"
-    " in its text, with the model's own weights",
-    "perplexity_int4": "the same with the layers' matrices in 4 bit, groups of 64",
-    "ratio": "perplexity_int4 over perplexity_16bit",
-    "bytes": "of the layers' parameters, in 16 bit and with int4",
+    "ratio": "perplexity with the layers' matrices in 4 bit over that with the model's own weights",
+    "by_format": "perplexity: exp of the mean negative log-probability of a token given those"
+    " before it in its text; ratio: over the own weights; standard_error: of the ratio, from the"
+    " tokens' differences; layer_bytes: of the layers' parameters, without embedding and head;"
+    " tokens_per_s: of one request's decode steps, the best of the rounds, each format's rounds by"
+    " themselves",
     "num_tokens": "that were predicted: all but the first of each text",
+    "missing": "what llama.cpp lacked; null if it ran",
 }
 
 _PLACEMENT = {"placement": "helm"}
@@ -43,7 +49,7 @@ _SYSTEMS: Mapping[str, Mapping[str, str]] = {
     "16bit": {**_PLACEMENT, "compress": "none"},
     "int4": {**_PLACEMENT, "compress": "int4"},
 }
-_TIMEOUT_S = 900
+_TIMEOUT_S = 3600
 _ANSWER = "PERPLEXITY "
 
 
@@ -52,6 +58,8 @@ class Settings:
     """Settings of one profile: texts are ShareGPT prompts of at least `min_tokens`, then cut.
 
     `model` is `demo` or `coder`. Without AVX-512, bfloat16 is many times slower than float32.
+    `formats` are llama.cpp's, and `peers_python` the interpreter that has it beside it ("": this
+    one). A round decodes `new_tokens` after `prompt_tokens`, on `threads` threads.
     """
 
     num_texts: int
@@ -60,6 +68,12 @@ class Settings:
     min_tokens: int = 64
     max_tokens: int = 512
     seed: int = 0
+    formats: tuple[str, ...] = ("Q4_K_M", "Q8_0")
+    peers_python: str = ""
+    threads: int = 2
+    prompt_tokens: int = 12
+    new_tokens: int = 24
+    rounds: int = 3
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -69,8 +83,8 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: one per system."""
-    return len(_SYSTEMS)
+    """Return how many steps `run` reports: one per system and format."""
+    return len(_SYSTEMS) + len(settings.formats)
 
 
 def model_dir(settings: Settings) -> Path:
@@ -105,11 +119,26 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     for name, weights in _SYSTEMS.items():
         measured[name] = _in_a_process(token_ids, weights, settings)
         step(f"{name}: perplexity {perplexity(measured[name]['logprobs']):.3f}")
-    return {**summarise(measured), "model": model_dir(settings).name, "dtype": settings.dtype}
+    python = settings.peers_python or sys.executable
+    missing = llama_formats.missing(python) if settings.formats else "no format was asked for"
+    for name in settings.formats:
+        if missing is None:
+            measured[name] = _in_llama_cpp(name, python, token_ids, settings)
+            step(f"{name}: perplexity {perplexity(measured[name]['logprobs']):.3f}")
+        else:
+            step(f"{name}: left out ({missing})")
+    found = summarise(measured)
+    return {
+        **found,
+        "missing": missing,
+        "model": model_dir(settings).name,
+        "dtype": settings.dtype,
+        "definitions": DEFINITIONS,
+    }
 
 
 def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures from each system's log-probabilities and manifest.
+    """Return the figures from each system's log-probabilities, bytes and decode rates.
 
     Raises MeasurementError if the systems predicted different numbers of tokens, or if a system's
     weights are not in the format asked for.
@@ -117,18 +146,32 @@ def summarise(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     counts = {name: len(found["logprobs"]) for name, found in measured.items()}
     if len(set(counts.values())) != 1:
         raise MeasurementError(f"the systems predicted different numbers of tokens: {counts}")
+    for name, weights in _SYSTEMS.items():
+        if measured[name]["manifest"]["compress"] != weights["compress"]:
+            raise MeasurementError(f"{name} ran with {measured[name]['manifest']}")
+    own = measured["16bit"]["logprobs"]
+    by_format = {}
     for name, found in measured.items():
-        if found["manifest"]["compress"] != _SYSTEMS[name]["compress"]:
-            raise MeasurementError(f"{name} ran with {found['manifest']}")
-    plain, int4 = (perplexity(measured[name]["logprobs"]) for name in _SYSTEMS)
+        ratio, error = _ratio(own, found["logprobs"])
+        by_format[name] = {
+            "perplexity": perplexity(found["logprobs"]),
+            "ratio": ratio,
+            "standard_error": error,
+            "layer_bytes": found["layer_bytes"],
+            "tokens_per_s": max(found["tokens_per_s"]),
+        }
     return {
-        "perplexity_16bit": plain,
-        "perplexity_int4": int4,
-        "ratio": int4 / plain,
-        "bytes": {name: found["layer_bytes"] for name, found in measured.items()},
+        "ratio": by_format["int4"]["ratio"],
+        "by_format": by_format,
         "num_tokens": counts["int4"],
-        "definitions": DEFINITIONS,
     }
+
+
+def _ratio(own: Sequence[float], found: Sequence[float]) -> tuple[float, float]:
+    """Return a ratio of perplexities, and its standard error from the tokens' differences."""
+    losses = [a - b for a, b in zip(own, found, strict=True)]
+    ratio = math.exp(statistics.fmean(losses))
+    return ratio, ratio * statistics.stdev(losses) / math.sqrt(len(losses))
 
 
 def perplexity(logprobs: Sequence[float]) -> float:
@@ -139,12 +182,36 @@ def perplexity(logprobs: Sequence[float]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return one row per system."""
+    """Return one row per format."""
     rows = [
-        [name, number(result[f"perplexity_{name}"], 3), number(num_bytes / 2**20, 1)]
-        for name, num_bytes in result["bytes"].items()
+        [
+            name,
+            number(of["perplexity"], 3),
+            f"{of['ratio']:.4f} (± {of['standard_error']:.4f})",
+            number(of["layer_bytes"] / 2**20, 1),
+            number(of["tokens_per_s"], 2),
+        ]
+        for name, of in result["by_format"].items()
     ]
-    return markdown(["layers' matrices", "perplexity", "layers, MiB"], rows)
+    titles = ["matrices", "perplexity", "over 16 bit", "layers, MiB", "tokens/s, 1 request"]
+    return markdown(titles, rows)
+
+
+def _in_llama_cpp(
+    name: str, python: str, token_ids: Sequence[Sequence[int]], settings: Settings
+) -> dict[str, Any]:
+    model, threads = model_dir(settings), settings.threads
+    work = model / "llama.cpp"
+    work.mkdir(exist_ok=True)
+    file = llama_formats.quantised(python, model, work, name, threads)
+    load = (settings.prompt_tokens, settings.new_tokens, threads)
+    return {
+        "logprobs": llama_formats.score(python, file, token_ids, threads),
+        "layer_bytes": llama_formats.layer_bytes(file),
+        "tokens_per_s": [
+            llama_formats.decode_rate(python, file, *load) for _ in range(settings.rounds)
+        ],
+    }
 
 
 def _in_a_process(
@@ -155,11 +222,14 @@ def _in_a_process(
         "weights": weights,
         "model": str(model_dir(settings)),
         "dtype": settings.dtype,
+        "prompt": prompt_ids(settings.prompt_tokens),
+        "new_tokens": settings.new_tokens,
+        "rounds": settings.rounds,
     }
     finished = subprocess.run(
         [sys.executable, "-m", "benchmarks.suites.weights.int4"],
         input=json.dumps(job),
-        env=engine_environment(os.environ, tiered=True),
+        env=engine_environment(os.environ, tiered=True, threads=settings.threads),
         cwd=REPO_ROOT,
         capture_output=True,
         text=True,
@@ -176,7 +246,7 @@ def _in_a_process(
 
 
 def _measure() -> None:
-    """Read a job and write the log-probabilities (in the engine's own process)."""
+    """Read a job, write log-probabilities and decode rates (in the engine's own process)."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.offloader import get_offloader
 
@@ -187,7 +257,7 @@ def _measure() -> None:
         model=job["model"],
         dtype=job["dtype"],
         enforce_eager=True,
-        max_model_len=max(map(len, job["token_ids"])) + 1,
+        max_model_len=max(*map(len, job["token_ids"]), len(job["prompt"]) + job["new_tokens"]) + 1,
         max_num_seqs=8,
         kv_cache_memory_bytes=1 << 28,
         enable_prefix_caching=False,
@@ -210,9 +280,26 @@ def _measure() -> None:
     answer = {
         "logprobs": logprobs,
         "manifest": stated.get("weights"),
+        "tokens_per_s": [_decode_rate(llm, job) for _ in range(job["rounds"])],
         "layer_bytes": sum(part.num_bytes for part in offloader.placement.sublayers),
     }
     print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+
+
+def _decode_rate(llm: Any, job: Mapping[str, Any]) -> float:
+    """Return one request's decode steps a second, from all tokens' time less the first one's."""
+    from vllm import SamplingParams
+
+    seconds = []
+    for num_tokens in (1, job["new_tokens"]):
+        start = time.perf_counter()
+        llm.generate(
+            {"prompt_token_ids": job["prompt"]},
+            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+            use_tqdm=False,
+        )
+        seconds.append(time.perf_counter() - start)
+    return float((job["new_tokens"] - 1) / (seconds[1] - seconds[0]))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_4_bit_without_a_figure_takes_bytes_not_operations():
     of = [compute_times(shape, rtx, prefill).compute[1] for shape in (LLAMA, small)]
     assert of[0] == of[1]
     of = [compute_times(shape, rtx, decode).compute[1] for shape in (LLAMA, small)]
-    assert of[1] == pytest.approx(of[0] * 0.5625 / 2, rel=1e-3)
+    assert of[1] == pytest.approx(of[0] * 0.625 / 2, rel=1e-3)
 
 
 def test_copies_take_bandwidth_from_compute():

@@ -106,7 +106,7 @@ def test_ranks_that_do_not_divide():
         model_shape(LLAMA_3_8B, compress="int3")
 
 
-@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("bfloat16", 0.5625), ("float32", 0.625)])
+@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [("bfloat16", 0.625), ("float32", 0.75)])
 def test_matrices_in_4_bit(dtype, bytes_per_weight):
     plain = model_shape(QWEN2_7B, dtype=dtype)
     small = model_shape(QWEN2_7B, dtype=dtype, compress="int4")
@@ -121,9 +121,9 @@ def test_matrices_in_4_bit(dtype, bytes_per_weight):
 
 
 def test_a_shard_without_whole_groups_stays_as_it_is():
-    """544 neurons are no whole blocks; on each of two ranks, 2 heads of 32 fill a column group."""
-    small = {**OPT_175B, "hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 544}
-    for ranks, compressed in ((1, {"qkv", "out"}), (2, {"qkv", "out"}), (4, set())):
+    """560 neurons are no whole blocks or groups, and 96 rows of a fourth of qkv no whole blocks."""
+    small = {**OPT_175B, "hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 560}
+    for ranks, compressed in ((1, {"qkv", "out"}), (2, {"qkv", "out"}), (4, {"out"})):
         plain = model_shape(small, tensor_parallel=ranks)
         found = model_shape(small, tensor_parallel=ranks, compress="int4")
         smaller = {

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from tests.fixtures.rounding import rounded
 from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
@@ -103,7 +104,7 @@ class Model:
         rows = SHAPES[f"{module}.weight"][0]
         if not self.compressed:
             return linear(x_BK, weight, bias)
-        packed = weight if parameters is self.parameters else reference.pack(weight)
+        packed = weight if parameters is self.parameters else packing.compress_for_kernels(weight)
         return reference.linear(x_BK, packed, rows, bias)
 
     def step(self, buffer_pool):
@@ -250,8 +251,10 @@ def test_a_buffer_waits_for_modules_that_compute_in_streams_of_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_matrices_are_packed_for_the_kernel(dtype, monkeypatch):
-    monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # chunks of five rows, and a rest
     weight = torch.randn((64, 128)).to(dtype)
-    assert torch.equal(packing.compress_for_kernels(weight), reference.pack(weight))
-    assert len(reference.pack(weight)) == compressed_bytes(64, 128, dtype.itemsize)
-    assert packing.packing_for(torch.device("cuda", 0)).layout() == "dequant_linear"
+    whole = packing.compress_for_kernels(weight)
+    monkeypatch.setattr(packing, "_CHUNK_WEIGHTS", 5 * 128)  # chunks of five rows, and a rest
+    assert torch.equal(packing.compress_for_kernels(weight), whole)
+    assert len(whole) == compressed_bytes(64, 128, dtype.itemsize)
+    torch.testing.assert_close(reference.unpack(whole, 64, dtype), rounded(weight))
+    assert packing.packing_for(torch.device("cuda", 0)).layout() == "dequant_linear, 32 a group"

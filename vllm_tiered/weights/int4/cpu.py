@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in 4 bit on a CPU: FlexGen's group-wise min/max, 64 to a group (FlexGen 5; HeLM IV-B).
+"""Weights in 4 bit on a CPU, 32 to a group: FlexGen's form (5; HeLM IV-B), rounded closer.
 
-    w_NK  ≈  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 64 along K
+    w_NK  ≈  (q_NK - 8) * scale_GN + zero_GN,    q from 0 to 15,    G groups of 32 along K
 
 N is the number of out features, K of in features, B of tokens. A compressed matrix is a flat array
 of bytes:
@@ -18,12 +18,11 @@ from functools import cache
 import torch
 
 from vllm_tiered.weights.int4.layout import BLOCK, GROUP, can_compress, compressed_bytes
+from vllm_tiered.weights.int4.rounding import MIDDLE, round_groups
 
 DIRECT_TOKENS = 60
 """Number of tokens up to which torch's GEMM for compressed weights is faster than expanding."""
 
-_LEVELS = 15
-_MIDDLE = 8  # torch's zero point: its "zero" is the value of code 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK_WEIGHTS = 1 << 17  # half a MiB in float32, and a 16-bit copy: fits a core's L2 cache
 
@@ -34,7 +33,7 @@ def can_compress_matrix(weight_NK: torch.Tensor) -> bool:
 
 
 def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Round each weight to the nearest of 16 values between its group's minimum and maximum.
+    """Round each weight to one of its group's 16 values.
 
     Args:
         weight_NK: a matrix for which :func:`can_compress_matrix` is true.
@@ -53,10 +52,11 @@ def compress(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     step = _chunk_rows(columns)
     for first in range(0, rows, step):
         chosen = slice(first, min(first + step, rows))
-        codes_NK, scales_and_zeros_NG2 = _round(weight_NK[chosen])
+        codes_NGg, *scale_and_zero = round_groups(weight_NK[chosen], GROUP)
+        codes_NK = codes_NGg.flatten(1).to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK, 1)
         codes[chosen] = packed.view(-1, columns // 2)
-        scales_and_zeros_GN2[:, chosen] = scales_and_zeros_NG2.transpose(0, 1)
+        scales_and_zeros_GN2[:, chosen] = torch.stack(scale_and_zero, dim=2).transpose(0, 1)
     return out
 
 
@@ -102,24 +102,10 @@ def linear(
 
 
 def layout() -> str:
-    """Return the name of the order of the codes, which depends on the CPU's instruction set."""
+    """Return the name of the codes' order, which depends on the instruction set, and groups."""
     half = _half_block()
-    return torch.backends.cpu.get_cpu_capability() if half is None else f"halves of {half}"
-
-
-def _round(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes int32 [N, K], and scales and zeros [N, G, 2]."""
-    rows, columns = weight_NK.shape
-    groups_NGg = weight_NK.float().view(rows, columns // GROUP, GROUP)
-    low_NG1 = groups_NGg.amin(dim=2, keepdim=True)
-    scale_NG1 = (groups_NGg.amax(dim=2, keepdim=True) - low_NG1) / _LEVELS
-    # Rounded to the stored dtype, so that the codes match the stored scales and zeros.
-    scale_NG1 = scale_NG1.to(weight_NK.dtype).float()
-    zero_NG1 = (low_NG1 + _MIDDLE * scale_NG1).to(weight_NK.dtype).float()
-    codes_NGg = torch.where(scale_NG1 > 0, (groups_NGg - zero_NG1) / scale_NG1, 0)
-    codes_NGg = codes_NGg.add_(_MIDDLE).round_().clamp_(0, _LEVELS)
-    scales_and_zeros_NG2 = torch.cat([scale_NG1, zero_NG1], dim=2).to(weight_NK.dtype)
-    return codes_NGg.view(rows, columns).to(torch.int32), scales_and_zeros_NG2
+    order = torch.backends.cpu.get_cpu_capability() if half is None else f"halves of {half}"
+    return f"{order}, {GROUP} a group"
 
 
 def _expand_and_multiply(
@@ -130,7 +116,7 @@ def _expand_and_multiply(
     half = _half_block()
     assert half is not None
     scale_GN, zero_GN = (part.contiguous() for part in scales_and_zeros_GN2.float().unbind(dim=2))
-    zero_GN.sub_(scale_GN, alpha=_MIDDLE)
+    zero_GN.sub_(scale_GN, alpha=MIDDLE)
     # Allocated once, because allocation for each chunk took a quarter of the time.
     nibbles = torch.empty(columns * step // 2, dtype=torch.uint8)
     expanded = torch.empty(columns * step)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a matrix in 4 bit with FlexGen's group-wise min/max (FlexGen, section 5).
+"""Bytes of a matrix in 4 bit, in groups as FlexGen has them (section 5).
 
-    codes              rows x columns / 2 bytes    16 values between a group's minimum and maximum
-    scales and zeros   columns / 64 x rows x 2     one pair per group, in the activations' dtype
+    codes              rows x columns / 2 bytes    a group has 16 values
+    scales and zeros   columns / 32 x rows x 2     one pair per group, in the activations' dtype
 
-A weight takes 0.5625 bytes in a 16-bit model and 0.625 bytes in a 32-bit model. This module does
+A weight takes 0.625 bytes in a 16-bit model and 0.75 bytes in a 32-bit model. This module does
 not import torch, so that the planner can use it.
 """
 
 COMPRESS = ("none", "int4")
 """Allowed values of ``weights.compress``."""
 
-GROUP = 64
+GROUP = 32
 """Number of consecutive weights of a row that share a scale and a zero."""
 
 BLOCK = 64

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_tiered.weights.int4 import cpu as int4
-from vllm_tiered.weights.int4.layout import compressed_bytes
+from vllm_tiered.weights.int4.layout import GROUP, compressed_bytes
+from vllm_tiered.weights.int4.rounding import round_groups
 
 _CHUNK_WEIGHTS = 1 << 22  # rounding needs several times their size in float32
 
@@ -50,7 +51,7 @@ def packing_for(device: torch.device) -> Packing:
 
 
 def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compress a weight like ``dequant_linear.reference.pack``, a few rows at a time."""
+    """Compress a weight for the kernel ``dequant_linear``, a few rows at a time."""
     from vllm_tiered.kernels.dequant_linear import reference
 
     rows, columns = weight_NK.shape
@@ -62,7 +63,8 @@ def compress_for_kernels(weight_NK: torch.Tensor, out: torch.Tensor | None = Non
     step = max(1, _CHUNK_WEIGHTS // columns)
     for first in range(0, rows, step):
         chunk = weight_NK[first : first + step]
-        of_chunk = reference.parts(reference.pack(chunk), len(chunk), dtype)
+        packed = reference.arrange(*round_groups(chunk, GROUP))
+        of_chunk = reference.parts(packed, len(chunk), dtype)
         for whole, part in zip(of_all, of_chunk, strict=True):
             whole[first : first + step] = part
     return out
@@ -85,4 +87,4 @@ def _name(device: torch.device) -> str | None:
 
 
 ON_CPU = Packing(int4.compress, int4.linear, int4.layout)
-ON_GPU = Packing(compress_for_kernels, linear_on_gpu, lambda: "dequant_linear")
+ON_GPU = Packing(compress_for_kernels, linear_on_gpu, lambda: f"dequant_linear, {GROUP} a group")
