@@ -53,7 +53,7 @@ class WeightsConfig(Section):
         "none",
         OneOf(words=("none", "int4")),
         '`"int4"` keeps the matrices of the layers, near ones too, in 4 bit, quantized in groups '
-        'of 64. `"none"` keeps the data type of the checkpoint.',
+        'of 32. `"none"` keeps the data type of the checkpoint.',
     )
     percents: tuple[float, ...] | None = option(
         None,
