@@ -47,6 +47,9 @@ OPT_175B: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
 }
 
+COMPRESSED_BYTES_PER_WEIGHT = 0.5625
+"""FlexGen's group-wise quantization: 4 bits a weight and two 16-bit numbers per 64 weights."""
+
 CARD_BYTES = 38 * 2**30
 """Usable bytes of the card's 40 GB of HBM2 (table I).
 

@@ -23,6 +23,7 @@ from benchmarks.suites.papers.helm_figures import (
     BATCHES,
     CARD_BYTES,
     CLAIMS,
+    COMPRESSED_BYTES_PER_WEIGHT,
     FLEXGEN_PERCENTS,
     LINK_GB_PER_S,
     OPT_175B,
@@ -42,9 +43,6 @@ from vllm_tiered.planner.pipeline_time import (
 )
 from vllm_tiered.planner.step_time import Batch, compute_times
 from vllm_tiered.weights.placement import Placement, place
-
-COMPRESSED_BYTES_PER_WEIGHT = 0.5625
-"""FlexGen's group-wise quantization: 4 bits a weight and two 16-bit numbers per 64 weights."""
 
 EXPANSION_BYTES_PER_WEIGHT = 13.0625
 """Bytes that FlexGen 0.1.8 reads and writes on the card to expand a weight (`decompress`).

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.suites.papers.helm_figures import (
     CARD_BYTES,
+    COMPRESSED_BYTES_PER_WEIGHT,
     LINK_GB_PER_S,
     OPT_175B,
     OUTPUT_TOKENS,
@@ -162,10 +163,12 @@ def card_near_bytes(shape: ModelShape) -> int:
     share is what `CARD_BYTES` holds of OPT-175B in 4 bit, besides its buffers, embeddings, head
     and the KV of one request.
     """
-    paper = model_shape(OPT_175B, dtype="float16", compress="int4")
+    paper = model_shape(OPT_175B, dtype="float16")
+    packed = COMPRESSED_BYTES_PER_WEIGHT / paper.dtype_bytes
     kv_bytes = (PROMPT_TOKENS + OUTPUT_TOKENS) * paper.kv_bytes_per_token
-    buffer_bytes = place("helm", paper.sublayers).buffer_bytes
-    share = (CARD_BYTES - paper.other_bytes - kv_bytes - buffer_bytes) / paper.layer_bytes
+    buffer_bytes = packed * place("helm", paper.sublayers).buffer_bytes
+    layers_bytes = packed * paper.layer_bytes
+    share = (CARD_BYTES - paper.other_bytes - kv_bytes - buffer_bytes) / layers_bytes
     return int(share * shape.layer_bytes) + place("helm", shape.sublayers).buffer_bytes
 
 
