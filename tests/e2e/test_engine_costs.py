@@ -65,7 +65,7 @@ def test_a_small_engine_tells_its_costs():
     assert all(value >= 0 for value in costs.values())
     assert 1e-5 < costs["layer_seconds"] < 0.1
     assert 1e-5 < costs["step_seconds"] < 1
-    for rate in ("decode_operations_per_s", "prompt_operations_per_s"):
+    for rate in ("decode_kv_bytes_per_s", "decode_operations_per_s", "prompt_operations_per_s"):
         assert 1e8 < costs[rate] < 1e13
 
 

@@ -25,7 +25,7 @@ from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 3
+VERSION = 4
 """Version of the probe file; a reader refuses other versions."""
 
 StepCosts = Mapping[str, Any]
