@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.cache import publish_dir
-from benchmarks.inputs.int4_checkpoint import settings
+from benchmarks.inputs.int4_settings import settings
 from benchmarks.inputs.model import demo_model_dir
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
