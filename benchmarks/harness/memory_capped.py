@@ -18,7 +18,7 @@ from benchmarks.harness.memory_limit import run_limited
 from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.peers import PREFIX
-from benchmarks.peers.model import Shape
+from benchmarks.peers.shapes import Shape
 
 MARGIN_BYTES = 96 << 20
 """Kept free between the limit and our plan: buffers, and allocations that grow a little in use."""

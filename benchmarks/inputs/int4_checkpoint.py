@@ -12,16 +12,14 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.harness.cache import cache_root, publish_dir
+from benchmarks.inputs.int4_settings import Format, settings
 from benchmarks.inputs.shapes import random_model_dir
 
 if TYPE_CHECKING:
     import torch
-
-Format = Literal["gptq", "awq", "awq_sym", "compressed", "compressed_asym"]
-FORMATS: tuple[Format, ...] = ("gptq", "awq", "awq_sym", "compressed", "compressed_asym")
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the 8 nibbles of an AWQ word."""
@@ -115,29 +113,6 @@ def _words(codes: torch.Tensor, columns: tuple[int, ...] = tuple(range(8))) -> t
 
 def _group(of: Codes) -> int:
     return of.codes.shape[1] // of.scales.shape[1]
-
-
-def settings(form: Format, group: int) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint whose experts alone are in 4 bit."""
-    if form.startswith("compressed"):
-        weights = {"num_bits": 4, "type": "int", "symmetric": form == "compressed"}
-        weights |= {"strategy": "group", "group_size": group}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
-        }
-    common = {"quant_method": form.partition("_")[0], "bits": 4, "group_size": group}
-    if form == "gptq":
-        others: dict[str, Any] = {"-:.*self_attn.*": {}, "-:.*gate$": {}}
-        return {**common, "desc_act": False, "sym": True, "lm_head": False, "dynamic": others}
-    return {
-        **common,
-        "zero_point": form == "awq",
-        "version": "gemm",
-        "modules_to_not_convert": ["self_attn", "mlp.gate", "block_sparse_moe.gate"],
-    }
 
 
 def _write(source: Path, form: Format, group: int, packed: Path, expanded: Path) -> None:

@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.cache import cache_root, publish_dir
+from benchmarks.inputs.int4_settings import w4a16_settings
 from benchmarks.inputs.model import demo_model_dir
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -385,6 +386,24 @@ _OPT_13B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_LLAMA_8: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 8,
+    "intermediate_size": 5632,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
 PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "opt-13b": _OPT_13B,
     "opt-tiny": {
@@ -422,28 +441,13 @@ PLANNED_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "ffn_dim": 8192,
         "vocab_size": 8192,
     },
-    "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 8,
-        "intermediate_size": 5632,
-        "vocab_size": 8192,
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    },
+    "llama": _LLAMA_8,
+    "llama-w4a16": {**_LLAMA_8, "quantization_config": w4a16_settings(128)},
 }
 """Shapes for timing, with vLLM's random weights (`load_format="dummy"`).
 
 "opt" and "llama" are 8 of OPT-1.3B's and TinyLlama-1.1B's layers, with a vocabulary of 8192.
-"opt-tiny" shows that a benchmark runs.
+"llama-w4a16" is "llama" with its layers' matrices in 4 bit. "opt-tiny" shows that a benchmark runs.
 """
 
 

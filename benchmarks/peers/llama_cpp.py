@@ -4,8 +4,9 @@
 llama.cpp has no graph for OPT. The same tensors are stored under its GPT-2 graph, which has the
 same sizes (layer norms with biases, learned positions, one FFN of two matrices). The bytes of the
 matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
-Qwen2, OLMoE and Qwen3-MoE have graphs of their own; a layer's experts are one tensor for each of
-their three matrices. Experts in 4 bit become Q4_0: the same codes and scales in another order.
+Llama, Qwen2, OLMoE and Qwen3-MoE have graphs of their own; a layer's experts are one tensor for
+each of their three matrices. Matrices in 4 bit become Q4_0: the same codes and scales in another
+order. Llama's graph turns neighbouring rows of queries and keys together, so these are interleaved.
 Norms, biases, positions and routers are float32, as llama.cpp's own converter stores them.
 """
 
@@ -38,12 +39,14 @@ class _Tensor(NamedTuple):
         is_stack: they get a dimension of their own.
         is_float32: it is stored in float32.
         is_int4: the sources are matrices in 4 bit, named without "_packed" and "_scale".
+        heads: the rows of so many heads are interleaved, the first half with the second.
     """
 
     sources: list[str]
     is_stack: bool = False
     is_float32: bool = False
     is_int4: bool = False
+    heads: int = 0
 
 
 def convert(model: Path, target: Path) -> None:
@@ -57,9 +60,10 @@ def convert(model: Path, target: Path) -> None:
     config = checkpoint.config
     kind_of_model = config["model_type"]
     is_opt = kind_of_model == "opt" and config["do_layer_norm_before"]
-    if not is_opt and kind_of_model not in ("qwen2", "olmoe", "qwen3_moe"):
+    if not is_opt and kind_of_model not in ("llama", "qwen2", "olmoe", "qwen3_moe"):
         raise ValueError(
-            f"{model}: expected an OPT with do_layer_norm_before, a Qwen2, an OLMoE or a Qwen3-MoE"
+            f"{model}: expected an OPT with do_layer_norm_before, a Llama, a Qwen2, an OLMoE or a "
+            "Qwen3-MoE"
         )
     staging = target.with_suffix(".part")
     writer = GGUFWriter(staging, "gpt2" if is_opt else kind_of_model.replace("_", ""))
@@ -128,23 +132,34 @@ def _opt_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
 def _llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
     """Yield the tensors of the other models' graphs by name, in the order of use."""
     is_int4 = "quantization_config" in config
-    has_biases = config["model_type"] == "qwen2"
-    has_norms_of_heads = config["model_type"] != "qwen2"
+    is_mixture = "num_experts" in config
+    kind = config["model_type"]
+    has_biases = kind == "qwen2"
+    has_norms_of_heads = kind in ("olmoe", "qwen3_moe")
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     yield "token_embd.weight", _Tensor(["model.embed_tokens.weight"])
     for layer_idx in range(config["num_hidden_layers"]):
         layer, block = f"model.layers.{layer_idx}.", f"blk.{layer_idx}."
         yield f"{block}attn_norm.weight", _Tensor([f"{layer}input_layernorm.weight"])
         attention = f"{layer}self_attn."
         for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o")):
-            yield f"{block}attn_{theirs}.weight", _Tensor([f"{attention}{ours}_proj.weight"])
+            yield (
+                f"{block}attn_{theirs}.weight",
+                _Tensor(
+                    [f"{attention}{ours}_proj.weight"],
+                    is_int4=is_int4 and not is_mixture,
+                    heads=heads.get(ours, 0) if kind == "llama" else 0,
+                ),
+            )
         for which in "qkv" if has_biases else "":
             yield f"{block}attn_{which}.bias", _Tensor([f"{attention}{which}_proj.bias"])
         for which in "qk" if has_norms_of_heads else "":
             yield f"{block}attn_{which}_norm.weight", _Tensor([f"{attention}{which}_norm.weight"])
         yield f"{block}ffn_norm.weight", _Tensor([f"{layer}post_attention_layernorm.weight"])
-        if "num_experts" not in config:
+        if not is_mixture:
             for which in ("gate", "up", "down"):
-                yield f"{block}ffn_{which}.weight", _Tensor([f"{layer}mlp.{which}_proj.weight"])
+                matrix = _Tensor([f"{layer}mlp.{which}_proj.weight"], is_int4=is_int4)
+                yield f"{block}ffn_{which}.weight", matrix
             continue
         yield f"{block}ffn_gate_inp.weight", _Tensor([f"{layer}mlp.gate.weight"], is_float32=True)
         for which in ("gate", "up", "down"):
@@ -160,7 +175,8 @@ def _llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
 def _shape(checkpoint: Checkpoint, tensor: _Tensor) -> tuple[int, ...]:
     if tensor.is_int4:
         rows, words = checkpoint[f"{tensor.sources[0]}_packed"].shape
-        return (len(tensor.sources), rows, words // 4 * _Q4_BYTES)
+        size = (rows, words // 4 * _Q4_BYTES)
+        return (len(tensor.sources), *size) if tensor.is_stack else size
     first = checkpoint[tensor.sources[0]].shape
     if tensor.is_stack:
         return (len(tensor.sources), *first)
@@ -174,12 +190,23 @@ def _skipped(tensor: _Tensor) -> int:
 
 def _data(checkpoint: Checkpoint, tensor: _Tensor) -> npt.NDArray[Any]:
     if tensor.is_int4:
-        return np.stack([_q4(checkpoint, source) for source in tensor.sources])
-    parts = [checkpoint[source][_skipped(tensor) :] for source in tensor.sources]
+        matrices = [_interleaved(_q4(checkpoint, name), tensor.heads) for name in tensor.sources]
+        return np.stack(matrices) if tensor.is_stack else matrices[0]
+    parts = [
+        _interleaved(checkpoint[name][_skipped(tensor) :], tensor.heads) for name in tensor.sources
+    ]
     if tensor.is_stack:
         return np.stack(parts)
     bits = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return to_float32(bits) if tensor.is_float32 or bits.ndim == 1 else bits
+
+
+def _interleaved(matrix: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+    """Return a matrix with the first half of each head's rows between those of the second."""
+    if not heads:
+        return matrix
+    halves = matrix.reshape(heads, 2, -1, matrix.shape[1])
+    return halves.swapaxes(1, 2).reshape(matrix.shape)
 
 
 def _q4(checkpoint: Checkpoint, source: str) -> npt.NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from benchmarks.harness import memory_capped
 from benchmarks.harness.memory_capped_peers import PeerRuns
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.shapes import random_model_dir
-from benchmarks.peers.model import OLMOE_SHAPES
+from benchmarks.peers.shapes import OLMOE_SHAPES
 from benchmarks.suites.experts import offload, offload_peer, replay
 from benchmarks.suites.experts.offload_settings import Settings
 from benchmarks.suites.experts.offload_summary import IN_MEMORY, LLAMA, OURS, bound

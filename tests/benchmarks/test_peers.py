@@ -10,7 +10,15 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peers import accelerate_disk, checkpoint, contender, flexgen, llama_cpp
-from benchmarks.peers.model import INT4_SHAPES, SHAPES, OlmoeShape, OptShape, write_model
+from benchmarks.peers.model import write_model
+from benchmarks.peers.shapes import (
+    INT4_SHAPES,
+    SHAPES,
+    LlamaInt4Shape,
+    OlmoeShape,
+    OptShape,
+    outside_layers_bytes,
+)
 
 TINY = OptShape(hidden_size=64, ffn_dim=160, num_layers=3, num_heads=4, vocab_size=80)
 
@@ -235,6 +243,51 @@ def test_llama_cpp_gets_the_same_4_bit_weights(tmp_path):
     matrices = ("_packed", "_scale")
     in_4_bit = sum(t.nbytes for name, t in tensors.items() if name.endswith(matrices))
     assert in_4_bit == 2 * 16 * shape.expert_bytes
+
+
+def test_llama_cpp_gets_llamas_4_bit_weights_with_the_rows_of_its_graph(tmp_path):
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import load_file
+
+    from vllm_tiered.experts.int4.packing import expand, from_rows
+
+    shape = LlamaInt4Shape(
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=80,
+        std=2**-4 * 85**0.5 / 2,  # a scale that float16 and bfloat16 have exactly
+    )
+    write_model(shape, tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf")
+    found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        tensors |= load_file(path)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == shape.num_bytes
+    outside = [t.nbytes for name, t in tensors.items() if ".layers." not in name]
+    assert outside_layers_bytes(shape) == sum(outside)
+    for theirs, ours, heads in (
+        ("attn_q", "self_attn.q_proj", 4),
+        ("attn_k", "self_attn.k_proj", 2),
+        ("attn_output", "self_attn.o_proj", 0),
+        ("ffn_down", "mlp.down_proj", 0),
+    ):
+        name = f"model.layers.1.{ours}.weight"
+        packed, scales = (tensors[f"{name}_{part}"][None] for part in ("packed", "scale"))
+        expected = expand(from_rows(packed, scales, None, zeros_add=0))[0].numpy()
+        tensor = found[f"blk.1.{theirs}.weight"]
+        weights = dequantize(tensor.data, tensor.tensor_type)
+        for head in range(heads):  # 16 rows each: the pairs (0, 8), (1, 9) ... are neighbours
+            first = expected[16 * head : 16 * head + 8]
+            second = expected[16 * head + 8 : 16 * head + 16]
+            np.testing.assert_array_equal(weights[16 * head : 16 * head + 16 : 2], first)
+            np.testing.assert_array_equal(weights[16 * head + 1 : 16 * head + 16 : 2], second)
+        if not heads:
+            np.testing.assert_array_equal(weights, expected)
 
 
 def test_flexgen_keeps_whole_matrices_within_the_share():

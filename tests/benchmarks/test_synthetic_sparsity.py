@@ -18,7 +18,8 @@ from benchmarks.inputs.synthetic_sparsity.model import (
 from benchmarks.inputs.synthetic_sparsity.record import record, sparsity_of_model
 from benchmarks.inputs.synthetic_sparsity.values import GROWTH, LATENT_ENERGY, SyntheticValues
 from benchmarks.peers.checkpoint import Checkpoint, to_float32
-from benchmarks.peers.model import OPT_SHAPES, to_bfloat16
+from benchmarks.peers.model import to_bfloat16
+from benchmarks.peers.shapes import OPT_SHAPES
 
 TINY = SYNTHETIC_SHAPES["opt-tiny"]
 NUM_LATENT = 2 * TINY.sparsity.rank

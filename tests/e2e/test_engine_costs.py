@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import model_parallel_is_initialized
 from vllm.model_executor.layers import utils
 
+from tests.e2e.harness import AVX512
+from vllm_tiered.adapter.one_rank import one_rank
 from vllm_tiered.adapter.step_probe import ask_engine
 from vllm_tiered.adapter.weights import layer_weights
 from vllm_tiered.adapter.weights.engine_gemm import (
@@ -14,6 +17,7 @@ from vllm_tiered.adapter.weights.engine_gemm import (
     engine_near_gemm,
     engine_products,
     int4_seconds,
+    w4a16_seconds,
 )
 from vllm_tiered.errors import UnsupportedError
 
@@ -72,3 +76,24 @@ def test_a_small_engine_tells_its_costs():
 def test_an_engine_that_does_not_start_says_why():
     with pytest.raises(UnsupportedError, match=r"a small engine does not run: .*float33"):
         ask_engine("float33", 1)
+
+
+@AVX512
+def test_gemms_of_4_bit_checkpoints_are_timed_at_every_number_of_rows():
+    one, many = w4a16_seconds((128, 128), [1, 64], torch.bfloat16, CPU, seconds=0.01)
+    assert 0 < one < 1 and 0 < many < 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((128, 128), torch.float32), ((128, 96), torch.bfloat16), ((120, 128), torch.bfloat16)],
+    ids=["float32", "groups", "rows"],
+)
+def test_there_is_no_time_of_a_gemm_that_vllm_has_no_kernel_for(shape, dtype):
+    assert w4a16_seconds(shape, [1], dtype, CPU) == []
+
+
+def test_vllms_groups_are_left_as_they_were():
+    with one_rank():
+        assert model_parallel_is_initialized()
+    assert not model_parallel_is_initialized()

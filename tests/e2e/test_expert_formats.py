@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.inputs.int4_checkpoint import settings
+from benchmarks.inputs.int4_settings import settings
 from benchmarks.inputs.shapes import random_model_dir
 from tests.e2e import harness
 from tests.e2e.harness import AVX512, engine

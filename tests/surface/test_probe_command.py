@@ -68,7 +68,7 @@ def test_tables_have_every_tier_and_where_each_figure_is_from(model, tmp_path, c
         assert text in out
     assert "assumed" not in out and "measured" in out
     assert "ms of a matmul by vLLM 0." in out
-    assert "ms of a matmul in 4 bit" in out and "without compression" in out
+    assert "ms of a matmul with our weights in 4 bit" in out and "without compression" in out
 
 
 def test_the_engine_is_asked_in_the_dtype_and_with_the_threads(engine, capsys):

@@ -16,10 +16,10 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm_tiered.adapter.one_rank import start_one_rank
 from vllm_tiered.planner.built_model import PREFIX
 
 
@@ -223,23 +223,9 @@ def _start_one_of(num_ranks: int, vllm_config: Any) -> None:
     """Start a group of one rank that says it is the first of several."""
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     state.destroy_model_parallel()  # that of a model before, which may have no group of experts
-    _start_one(vllm_config)
+    start_one_rank(vllm_config)
     state.get_tp_group().world_size = num_ranks
     vllm_config.parallel_config.tensor_parallel_size = num_ranks
-
-
-def _start_one(vllm_config: Any) -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
-    with (
-        tempfile.NamedTemporaryFile(delete=False) as rendezvous,
-        set_current_vllm_config(vllm_config),
-    ):
-        init_distributed_environment(
-            1, 0, f"file://{rendezvous.name}", local_rank=0, backend="gloo"
-        )
-        initialize_model_parallel(1, 1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,12 @@ from vllm_tiered.units import format_bytes
 DISTURBED_SHARE = 0.05
 """Share of the CPU used by other processes above which figures are not reliable."""
 
+_NARROW = {
+    "int4": "with our weights in 4 bit",
+    "w4a16": "with a 4-bit checkpoint's weights",
+}
+"""GEMMs of few bits by their name in a probe's file, in words."""
+
 
 def print_probe(probe: Mapping[str, Any]) -> None:
     """Print a probe's result."""
@@ -78,18 +84,19 @@ def print_probe(probe: Mapping[str, Any]) -> None:
             for size in sizes
         ],
     )
-    if "int4" in probe["gemms"]:
-        _table(
-            console,
-            ("ms of a matmul in 4 bit, rows:", *map(str, row_counts)),
-            [
-                (
-                    f"{format_bytes(size)} without compression",
-                    *(f"{1e3 * seconds['int4', size, rows]:.2f}" for rows in row_counts),
-                )
-                for size in sizes
-            ],
-        )
+    for kind, heading in _NARROW.items():
+        if kind in probe["gemms"]:
+            _table(
+                console,
+                (f"ms of a matmul {heading}, rows:", *map(str, row_counts)),
+                [
+                    (
+                        f"{format_bytes(size)} without compression",
+                        *(f"{1e3 * seconds[kind, size, rows]:.2f}" for rows in row_counts),
+                    )
+                    for size in sizes
+                ],
+            )
     contention = probe["contention"]
     console.print(
         f"Matmuls take {contention['compute_slowdown']:.2f} times as long while copies run, and "

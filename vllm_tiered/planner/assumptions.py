@@ -10,6 +10,12 @@ from vllm_tiered.planner.model_shape import ModelShape
 def describe_gemms(shape: ModelShape, machine: Machine) -> str | None:
     """Return a sentence on the GEMMs of quantised weights; None if the model has none."""
     if shape.quantization:
+        parameters = [p for sublayer in shape.sublayers for p in sublayer.parameters]
+        quantised = filter(shape.is_compressed, parameters)
+        if machine.curves and machine.curves.w4a16 and all(map(shape.is_w4a16, quantised)):
+            return (
+                f"Matmuls with weights in {shape.quantization} take as long as the probe measured."
+            )
         cost = (
             "take as long as without quantisation, as the probe measured no such kernel"
             if machine.curves

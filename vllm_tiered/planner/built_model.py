@@ -105,6 +105,7 @@ def shape_of(facts: Mapping[str, Any], *, compress: str = "none") -> ModelShape:
         dtype_bytes=width,
         experts=RoutedExperts(names=frozenset(routed), **experts) if experts else None,
         quantization=None if quantised is None else quantised.name,
+        quantized_bits=None if quantised is None else quantised.bits,
         max_model_len=facts["max_model_len"],
         matrices=_matrices(facts["layers"]),
         hidden_size=int(facts.get("hidden_size", 0)),

@@ -95,7 +95,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
     """
     near, far = (_gemm_curve(probe["gemms"][where]) for where in ("near", "far"))
-    int4 = probe["gemms"].get("int4")
+    int4, w4a16 = (probe["gemms"].get(kind) for kind in ("int4", "w4a16"))
     call_us = 1e6 * _positive(probe["call_seconds"], "call_seconds")
     links = {name: _samples(probe["links"][name]) for name in ("read", "write")}
     # The faster GEMM says more about memory: a kernel may not reach its bandwidth.
@@ -121,6 +121,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         link_slowdown=max(1.0, measured("link_slowdown", link_slowdown, "copies during GEMMs")),
         layer_overhead_us=step.overhead("layer_overhead_us", "layer_seconds", LAYER_CALLS),
         compressed=None if int4 is None else _gemm_curve(int4),
+        w4a16=None if w4a16 is None else _gemm_curve(w4a16),
         attention=step.attention(),
     )
     machine = Machine(

@@ -109,6 +109,7 @@ class MeasuredCurves:
         compressed: GEMMs with our weights in 4 bit, by the bytes that the weights have without
             compression. None if they were not measured; they are then assumed to take as long as
             without compression.
+        w4a16: likewise, with the weights of checkpoints in 4 bit.
         attention: measured attention; None if it is predicted by bytes and operations.
     """
 
@@ -118,6 +119,7 @@ class MeasuredCurves:
     link_slowdown: float
     layer_overhead_us: float
     compressed: GemmCurve | None = None
+    w4a16: GemmCurve | None = None
     attention: MeasuredAttention | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:

@@ -167,6 +167,7 @@ class ModelShape:
         full_attention_layers: layers that keep every token's KV; None if each layer does.
         experts: the routed experts of a mixture.
         quantization: the checkpoint's format; None for weights of ``dtype_bytes``.
+        quantized_bits: bits of a quantised weight, without scales; None without a format.
         max_model_len: the most tokens of a request, if known.
         hidden_size: width of what a layer passes on; 0 if unknown.
         num_ranks: ranks of tensor parallelism.
@@ -186,6 +187,7 @@ class ModelShape:
     full_attention_layers: int | None = None
     experts: RoutedExperts | None = None
     quantization: str | None = None
+    quantized_bits: float | None = None
     max_model_len: int | None = None
     hidden_size: int = 0
     num_ranks: int = 1
@@ -265,6 +267,11 @@ class ModelShape:
     def is_int4(self, parameter: Parameter) -> bool:
         """Return whether a parameter is in our own 4 bit, not in a checkpoint's format."""
         return self.quantization is None and self.is_compressed(parameter)
+
+    def is_w4a16(self, parameter: Parameter) -> bool:
+        """Return whether a parameter is a checkpoint's matrix in 4 bit, and not a routed expert."""
+        is_routed = self.experts is not None and parameter.name in self.experts.names
+        return self.quantized_bits == 4 and self.is_compressed(parameter) and not is_routed
 
 
 def bytes_by_class(shape: ModelShape) -> dict[str, int]:

@@ -13,7 +13,8 @@ share, over the link between near tiers or, without one, through the far tier.
 
 Our weights in 4 bit (``compress="int4"``) have shorter transfers. Their GEMMs are measured by an
 engine and by `vllm-tiered probe`. On a machine of a profile they take as many times those of 16 bit
-as its ``int4_compute_factor`` says. A quantised checkpoint's weights are assumed to need the
+as its ``int4_compute_factor`` says. A 4-bit checkpoint's GEMMs are measured by the probe, too. On
+a machine of a profile, and in other formats, a checkpoint's weights are assumed to need the
 arithmetic of 16 bit, and memory traffic of their bytes: its kernels depend on the GPU.
 """
 
@@ -273,5 +274,7 @@ def _measured_seconds(
         curve = curves.far if parameter.name in names else curves.near
         if curves.compressed and shape.is_int4(parameter):
             curve = curves.compressed
+        if curves.w4a16 and shape.is_w4a16(parameter):
+            curve = curves.w4a16
         seconds += curve.seconds(round(shape.weights_in(parameter) * shape.dtype_bytes), tokens)
     return seconds

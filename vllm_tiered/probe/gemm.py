@@ -20,6 +20,13 @@ Gemm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 GemmOf: TypeAlias = Callable[[torch.Tensor], Gemm]
 """Function that returns the GEMM of a weight [out, in]."""
 
+GemmSeconds: TypeAlias = Callable[
+    [tuple[int, int], Sequence[int], torch.dtype, torch.device, float], Sequence[float]
+]
+"""Function that times GEMMs of a kind. It gets the shape (out, in) of the weight, the numbers of
+rows, the dtype of the activations, the torch device and the seconds for one point. It returns the
+seconds for each number of rows, or nothing if the device or the dtype has no such GEMM."""
+
 ROWS_ON_THE_LEFT = 4
 """Least number of rows at which torch is faster with the unpacked weight as the left factor. The
 engine then computes it so (the adapter's ``cpu_linear``)."""
@@ -33,20 +40,16 @@ class Products:
         source: whose GEMMs they are, for people.
         near: GEMMs with weights that stay near.
         far: GEMMs with weights in a weight buffer.
-        int4_seconds: times GEMMs with a weight in 4 bit. It gets the shape (out, in), the numbers
-            of rows, the dtype of the activations, the torch device and the seconds for one point.
-            None if there are no such GEMMs.
+        int4_seconds: times GEMMs with a weight in our 4 bit; None if there are no such GEMMs.
+        w4a16_seconds: likewise, with a weight as 4-bit checkpoints (AWQ, GPTQ, compressed-tensors)
+            have it.
     """
 
     source: str
     near: GemmOf
     far: GemmOf
-    int4_seconds: (
-        Callable[
-            [tuple[int, int], Sequence[int], torch.dtype, torch.device, float], Sequence[float]
-        ]
-        | None
-    ) = None
+    int4_seconds: GemmSeconds | None = None
+    w4a16_seconds: GemmSeconds | None = None
 
 
 def near_gemm(weight: torch.Tensor) -> Gemm:

@@ -19,7 +19,7 @@ import torch
 from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
-from vllm_tiered.probe.gemm import TORCH, Products
+from vllm_tiered.probe.gemm import TORCH, GemmSeconds, Products
 from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
 from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
@@ -135,9 +135,11 @@ def run_probe(
                 scope.point_seconds,
             )
         ]
-    if products.int4_seconds:
-        step("GEMMs with weights in 4 bit")
-        gemms["int4"] = _int4_gemms(products, scope, near_device)
+    for kind, seconds_of in (("int4", products.int4_seconds), ("w4a16", products.w4a16_seconds)):
+        if seconds_of:
+            step(f"GEMMs with weights in 4 bit ({kind})")
+            found = _narrow_gemms(seconds_of, scope, near_device)
+            gemms |= {kind: found} if found else {}
     step("contention of copies and compute")
     contention = measure_contention(
         device,
@@ -246,20 +248,22 @@ def _call_seconds(near_device: torch.device) -> float:
     return median_seconds(call)
 
 
-def _int4_gemms(
-    products: Products, scope: Scope, near_device: torch.device
+def _narrow_gemms(
+    seconds_of: GemmSeconds, scope: Scope, near_device: torch.device
 ) -> list[dict[str, float]]:
-    """Time GEMMs in 4 bit; ``num_bytes`` are those of the weight without compression."""
-    assert products.int4_seconds is not None
+    """Time GEMMs with weights in few bits; ``num_bytes`` are those of the weight in the dtype.
+
+    Returns nothing if there is no such GEMM here.
+    """
     found: list[dict[str, float]] = []
     for out_features, in_features in scope.gemm_shapes:
-        seconds = products.int4_seconds(
+        seconds = seconds_of(
             (out_features, in_features), scope.rows, scope.dtype, near_device, scope.point_seconds
         )
         num_bytes = out_features * in_features * scope.dtype.itemsize
         found += [
             {"rows": rows, "num_bytes": num_bytes, "seconds": took}
-            for rows, took in zip(scope.rows, seconds, strict=True)
+            for rows, took in zip(scope.rows if seconds else (), seconds, strict=True)
         ]
     return found
 

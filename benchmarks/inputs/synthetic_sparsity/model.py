@@ -35,7 +35,8 @@ from pathlib import Path
 
 from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.model import demo_model_dir
-from benchmarks.peers.model import OPT_SHAPES, TOKENIZER_FILES, OptShape, write_tensors
+from benchmarks.peers.model import TOKENIZER_FILES, write_tensors
+from benchmarks.peers.shapes import OPT_SHAPES, OptShape
 
 PREDICTOR_FILE = "synthetic.factors"
 """A safetensors file with another ending, since loaders take all `*.safetensors` for weights."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.inputs.synthetic_sparsity.model import PREDICTOR_FILE, STATISTICS_FILE, Sparsity
-from benchmarks.peers.model import POSITION_OFFSET
+from benchmarks.peers.shapes import POSITION_OFFSET
 
 Masks = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]

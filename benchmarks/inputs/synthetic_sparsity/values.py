@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.inputs.synthetic_sparsity.model import Sparsity
-from benchmarks.peers.model import POSITION_OFFSET, Bits, OptShape, to_bfloat16
+from benchmarks.peers.model import Bits, to_bfloat16
+from benchmarks.peers.shapes import POSITION_OFFSET, OptShape
 
 Floats = npt.NDArray[np.float32]
 

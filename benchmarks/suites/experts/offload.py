@@ -39,7 +39,8 @@ from benchmarks.harness.memory_capped_peers import lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
 from benchmarks.inputs.shapes import random_model_dir
-from benchmarks.peers.model import MIXTURES, model_dir
+from benchmarks.peers.model import model_dir
+from benchmarks.peers.shapes import MIXTURES
 from benchmarks.suites.experts import replay
 from benchmarks.suites.experts.offload_peer import Llama, best_llama, read_ahead_of
 from benchmarks.suites.experts.offload_routing import decode_as_given, routings

@@ -12,7 +12,7 @@ from benchmarks.harness import memory_capped
 from benchmarks.harness.memory_limit import drop_cached
 from benchmarks.harness.progress import Step
 from benchmarks.inputs.routing_trace import PUBLISHED, synthetic_routing
-from benchmarks.peers.model import MIXTURES
+from benchmarks.peers.shapes import MIXTURES
 from benchmarks.suites.experts.offload_peer import Llama, read_ahead_of
 from benchmarks.suites.experts.offload_settings import Settings, stored
 from benchmarks.suites.experts.offload_summary import LLAMA, OURS, summarise_synthetic

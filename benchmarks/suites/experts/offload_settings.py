@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import memory_capped
 from benchmarks.inputs.routing_trace import PUBLISHED
-from benchmarks.peers.model import MIXTURES
+from benchmarks.peers.shapes import MIXTURES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

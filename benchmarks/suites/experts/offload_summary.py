@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness.memory_capped import tokens_per_s
 from benchmarks.harness.tables import markdown, number
-from benchmarks.peers.model import OlmoeShape, Qwen3MoeShape
+from benchmarks.peers.shapes import OlmoeShape, Qwen3MoeShape
 from vllm_tiered.experts.hit_curve import UNIFORM, loaded_bytes
 
 OURS, LLAMA, IN_MEMORY = "vllm-tiered", "llama_cpp", "vLLM, all in memory"

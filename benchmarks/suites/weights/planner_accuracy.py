@@ -30,6 +30,7 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.shapes import PLANNED_SHAPES, planned_model_dir
 from benchmarks.inputs.workload import Request
 from vllm_tiered.kv.layout import KvLevels, LayerStack, Level
+from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.planner.kv_swapping import kv_levels, level_step
 from vllm_tiered.planner.latency_placement import place_for_latency
@@ -274,7 +275,10 @@ def _placement(shape: ModelShape, name: str, machine: Machine, near_gib: float) 
 
 def planned_shape(model: str, dtype: str = "bfloat16") -> ModelShape:
     """Return the planner's view of a model of `shapes.PLANNED_SHAPES`."""
-    return model_shape(PLANNED_SHAPES[model], dtype=dtype)
+    config = PLANNED_SHAPES[model]
+    if "quantization_config" in config:
+        return built_shape(str(planned_model_dir(model)), dtype=dtype)
+    return model_shape(config, dtype=dtype)
 
 
 def _near_gib(shape: ModelShape, near_share: float) -> float:

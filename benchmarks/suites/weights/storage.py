@@ -22,7 +22,8 @@ from benchmarks.harness.disk import sequential_read_gb_per_s
 from benchmarks.harness.memory_capped_peers import PeerRuns, lacking
 from benchmarks.harness.memory_limit import can_limit, drop_cached
 from benchmarks.harness.progress import Step
-from benchmarks.peers.model import OPT_SHAPES, model_dir
+from benchmarks.peers.model import model_dir
+from benchmarks.peers.shapes import DENSE, outside_layers_bytes
 from benchmarks.suites.weights.storage_summary import DEFINITIONS, OURS, summarise, table
 
 __all__ = ["PROFILES", "RESULT_KEYS", "num_steps", "run", "table"]
@@ -46,7 +47,7 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        shape: a name of `benchmarks.peers.model.OPT_SHAPES`.
+        shape: a name of `benchmarks.peers.shapes.DENSE`.
         memory_share: share of the weights that memory holds.
         peers: names of the peers to compare with; those not installed are skipped and reported.
         peers_python: the interpreter that has the peers' packages ("": this one).
@@ -161,11 +162,9 @@ def _starts(
 
 def _our_command(settings: Settings, model: Path, store: Path, for_weights: int) -> list[str]:
     """Return the plugin's command; near memory is the limit less vLLM, embeddings and KV cache."""
-    shape = OPT_SHAPES[settings.shape]
-    other_bytes = (shape.vocab_size + shape.max_positions) * shape.hidden_size * 2
-    near_bytes = (
-        for_weights - other_bytes - settings.load.kv_bytes(shape) - memory_capped.MARGIN_BYTES
-    )
+    shape = DENSE[settings.shape]
+    near_bytes = for_weights - outside_layers_bytes(shape)
+    near_bytes -= settings.load.kv_bytes(shape) + memory_capped.MARGIN_BYTES
     return [
         *_base_command(settings, model, new_tokens=settings.new_tokens),
         *("--store", str(store), "--near-bytes", str(near_bytes)),
@@ -176,7 +175,7 @@ def _our_command(settings: Settings, model: Path, store: Path, for_weights: int)
 def _base_command(settings: Settings, model: Path, *, new_tokens: int) -> list[str]:
     return [
         *(sys.executable, "-m", "benchmarks.harness.out_of_core", "--model", str(model)),
-        *("--kv-bytes", str(settings.load.kv_bytes(OPT_SHAPES[settings.shape]))),
+        *("--kv-bytes", str(settings.load.kv_bytes(DENSE[settings.shape]))),
         *("--prompt-tokens", str(settings.prompt_tokens), "--new-tokens", str(new_tokens)),
     ]
 

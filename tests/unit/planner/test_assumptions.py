@@ -72,3 +72,13 @@ def test_what_was_measured_is_no_assumption():
     probe["gemms"]["int4"] = probe["gemms"]["near"]
     said = describe_gemms(INT4, machine_from_probe(probe)[0])
     assert said == "Matmuls with weights in 4 bit take as long as the probe measured."
+
+
+def test_a_checkpoints_kernel_may_be_measured_too():
+    probe = sample_probe()
+    probe["gemms"]["w4a16"] = probe["gemms"]["near"]
+    machine = machine_from_probe(probe)[0]
+    said = describe_gemms(dataclasses.replace(AWQ, quantized_bits=4), machine)
+    assert said == "Matmuls with weights in awq 4 bit take as long as the probe measured."
+    said = describe_gemms(dataclasses.replace(AWQ, quantized_bits=8), machine)
+    assert said is not None and said.startswith("Assumed: ")

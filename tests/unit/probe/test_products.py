@@ -33,6 +33,7 @@ SMALL = {
 }
 LLAMA = model_shape(SMALL, dtype="float32")
 COMPRESSED = model_shape(SMALL, dtype="float32", compress="int4")
+CHECKPOINT = dataclasses.replace(COMPRESSED, quantization="awq 4 bit", quantized_bits=4)
 DECODE = Batch(requests=1, new_tokens=1, context_tokens=10)
 COSTS = {
     "step_seconds": 0.0,
@@ -80,9 +81,13 @@ def probe(device, monkeypatch):
 
         return seconds
 
-    def measure(near=1.0, far=1.0, int4_times=1.0, costs=COSTS) -> Machine:
+    def measure(near=1.0, far=1.0, int4_times=1.0, w4a16=None, costs=COSTS) -> Machine:
         products = Products(
-            source="fakes", near=gemm_of(near), far=gemm_of(far), int4_seconds=int4(int4_times)
+            source="fakes",
+            near=gemm_of(near),
+            far=gemm_of(far),
+            int4_seconds=int4(int4_times),
+            w4a16_seconds=(lambda *_: []) if w4a16 is None else int4(w4a16),
         )
         result = run_probe(device, CPU, TINY, products=products, step_costs=lambda: costs)
         assert result["gemms_of"] == "fakes"
@@ -126,8 +131,16 @@ def test_a_gemm_in_4_bit_takes_what_it_took_and_not_what_its_bytes_suggest(probe
 
 def test_a_checkpoints_own_format_is_not_taken_for_our_4_bit(probe):
     machine = probe(int4_times=3.0)
-    checkpoint = dataclasses.replace(COMPRESSED, quantization="awq 4 bit")
-    assert ffn_seconds(machine, checkpoint) == pytest.approx(ffn_seconds(machine))
+    assert ffn_seconds(machine, CHECKPOINT) == pytest.approx(ffn_seconds(machine))
+
+
+@pytest.mark.parametrize(("bits", "times"), [(4, 3.0), (8, 1.0)])
+def test_a_4_bit_checkpoints_gemms_take_what_the_engines_took(probe, bits, times):
+    """Another format's were not measured, and take as long as without quantisation."""
+    machine = probe(w4a16=3.0)
+    checkpoint = dataclasses.replace(CHECKPOINT, quantized_bits=bits)
+    assert ffn_seconds(machine, checkpoint) == pytest.approx(times * ffn_seconds(machine))
+    assert ffn_seconds(machine, COMPRESSED) == pytest.approx(ffn_seconds(machine))
 
 
 def attention_seconds(machine: Machine, batch: Batch) -> float:

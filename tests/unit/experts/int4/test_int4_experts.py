@@ -6,7 +6,8 @@ import functools
 import pytest
 import torch
 
-from benchmarks.inputs.int4_checkpoint import FORMATS, Format, dequantise, pack, quantise
+from benchmarks.inputs.int4_checkpoint import dequantise, pack, quantise
+from benchmarks.inputs.int4_settings import FORMATS, Format
 from vllm_tiered import native
 from vllm_tiered.experts.int4.gemm import Pairs, grouped_gemm, pairs_of
 from vllm_tiered.experts.int4.packing import Int4Matrix, expand, from_awq, from_rows
