@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine from a file of `vllm-tiered probe`, with estimates for what a probe cannot measure.
 
-A probe measures memory, links and GEMMs, and starts a small engine for the rest of an engine's
+A probe measures memory, links and GEMMs, and starts small engines for the rest of an engine's
 work: attention, scheduling, sampling, norms, and the calls of a layer. Where no engine runs, that
 work is estimated as a multiple of the smallest operation's time, and attention by its bytes and
 operations. The multiples are estimates too (docs/notes/weights.md), and the provenance of such a
@@ -225,7 +225,7 @@ class _StepFigures:
         )
 
     def _measured(self, name: str, value: float) -> float:
-        return self._figures.measured(name, value, "steps of a small engine")
+        return self._figures.measured(name, value, "steps of small engines")
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
