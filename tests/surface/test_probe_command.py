@@ -164,6 +164,6 @@ def test_what_cannot_be_used_is_named(args, message, capsys):
 
 def test_plan_refuses_an_old_file(model, tmp_path, capsys):
     file = tmp_path / "probe.json"
-    file.write_text(json.dumps({**sample_probe(), "version": 0}))
+    file.write_text(json.dumps({**sample_probe(), "version": 3}))
     assert main(["plan", model, "--near-gib", "1", "--far-gib", "1", "--machine", str(file)]) == 1
-    assert "has version 0, and this reads 3" in capsys.readouterr().err
+    assert "has version 3, and this reads 4" in capsys.readouterr().err
