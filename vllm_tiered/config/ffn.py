@@ -25,7 +25,8 @@ class FfnConfig(Section):
         PrecisionShares(),
         "Shares of a layer's neurons that a token computes in full precision, in 8 bit and in 4 "
         'bit, the most important ones first; the rest is left out. `"auto"` takes what '
-        "`vllm-tiered prepare` found.",
+        "`vllm-tiered prepare` found, and leaves the FFN to vLLM if that needs more near memory "
+        "than the dense FFN.",
     )
     window: int = option(
         4,
