@@ -2,6 +2,7 @@
 """FFNs from a neuron store on the real engine give the same tokens; the manifest reports them."""
 
 import gc
+import itertools
 import shutil
 import threading
 import weakref
@@ -140,6 +141,23 @@ def test_decode_steps_follow_the_mix(monkeypatch) -> None:
         assert metric("tiered_ffn_sparse_steps") == 30 * 23
         stated = (manifest.current() or {})["ffn"]
         assert stated["predictor"] == "base4" and stated["mix"] == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_measured_times_decide_nothing_if_outputs_must_repeat(deterministic, monkeypatch) -> None:
+    """By default a layer is dense after some steps here, and the tokens are others."""
+    answers = itertools.cycle([True, True, False])
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: next(answers))
+    ffn = {"store": store_of("llama3"), "mix": [0.25, 0.25, 0], "far_gib": 0}
+    dense = []
+    for _ in range(2):
+        options = ffn | {"deterministic": deterministic}
+        with engine("llama3", {"expansion": 1.0}, ffn=options) as llm:
+            tokens = generate(llm, PROMPTS[:1])
+            dense.append((tokens, metric("tiered_ffn_dense_steps")))
+        next(answers)
+    assert (dense[0] == dense[1]) == deterministic
+    assert (dense[0][1] == 3) == deterministic, "the prompt alone, in each of 3 layers"
 
 
 @pytest.mark.slow

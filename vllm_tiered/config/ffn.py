@@ -38,6 +38,13 @@ class FfnConfig(Section):
         Bool(),
         "Whether every neuron is computed in full precision, instead of a mix.",
     )
+    deterministic: bool = option(
+        False,
+        Bool(),
+        "Whether decode steps are always sparse, so that the same requests give the same tokens in "
+        "every run. By default the faster way by measured times is taken, and a dense step uses "
+        "every neuron.",
+    )
     cache: Literal["atu", "window", "none"] = option(
         "atu",
         OneOf(words=("atu", "window", "none")),

@@ -60,6 +60,7 @@ def open_runtime(
         predictors,
         policy=config.cache,
         window=config.window,
+        deterministic=config.deterministic,
         near_device=near_device,
     )
 
