@@ -173,7 +173,7 @@ def test_a_store_that_needs_more_than_the_dense_ffn_steps_aside(kv, caplog_vllm)
     result = run("llama3", PROMPTS, kv, ffn={"store": store_of("llama3"), "far_gib": 0})
     assert result.tokens == vllm_tokens("llama3", PROMPTS)
     assert "ffn" not in result.manifest and ("kv" in result.manifest) == (kv != KV_OFF)
-    assert caplog_vllm.text.count("tiered ffn: steps aside: the neurons of") == 1
+    assert caplog_vllm.text.count("tiered ffn: steps aside: the neurons need") == 1
 
 
 # Failures -------------------------------------------------------------------------------

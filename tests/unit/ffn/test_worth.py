@@ -9,10 +9,10 @@ import pytest
 from tests.fixtures.ffn_models import random_ffn
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.ffn import memory_plan, worth
-from vllm_tiered.ffn.layout import FfnShape
 from vllm_tiered.ffn.open import make_plan
+from vllm_tiered.ffn.selection import ALL
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.ffn.worth import why_dense
+from vllm_tiered.ffn.worth import costs, why_dense
 from vllm_tiered.units import format_bytes
 
 
@@ -33,10 +33,13 @@ def test_a_base_and_half_the_bytes_are_more_than_all_of_them(store: str) -> None
     """All neurons in 4 bit, and buffers for twice a token's 25/25/50."""
     said = why_dense(FfnConfig(store=store))
     dense = 4 * 512 * 3 * 128 * 4
-    assert said is not None and f"the dense FFN {format_bytes(dense)}" in said and store in said
+    assert (
+        said is not None and f"the dense FFN needs {format_bytes(dense)}," in said and store in said
+    )
     with NeuronStore.open(store) as opened:
         plan = make_plan(FfnConfig(store=store), opened, [], num_ranks=1)
-    assert plan.near_bytes > dense and f"need {format_bytes(plan.near_bytes)} near" in said
+    assert plan.near_bytes > dense and f"neurons need {format_bytes(plan.near_bytes)} in" in said
+    assert "perplexity" not in said
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,27 @@ def test_what_the_user_asked_for_is_done(store: str, asked: dict[str, Any]) -> N
     assert why_dense(FfnConfig(store=store, **asked)) is None
 
 
+def test_other_formats_are_beside_it_with_their_quality(store: str, monkeypatch) -> None:
+    """Codes of 3 rows of 128 weights; a scale of 2 bytes for each row in 8 bit, and for 32 in 4."""
+    known = {ALL.shares: 7.5, (0, 1, 0): 7.6, (0.25, 0.25, 0.5): 7.55}
+    monkeypatch.setattr(worth, "perplexities", lambda _: known)
+    dense, in_8_bit, in_4_bit, ours = costs(FfnConfig(store=store))
+    neurons = 4 * 512
+    assert (dense.near_bytes, dense.perplexity) == (neurons * 3 * 128 * 4, 7.5)
+    assert (in_8_bit.near_bytes, in_8_bit.perplexity) == (neurons * 3 * (128 + 2), 7.6)
+    assert (in_4_bit.near_bytes, in_4_bit.perplexity) == (neurons * 3 * (64 + 4 * 2), None)
+    assert ours.perplexity == 7.55
+    said = str(why_dense(FfnConfig(store=store)))
+    assert "perplexity 7.55 in" in said
+    assert f"in 8 bit {format_bytes(in_8_bit.near_bytes)}, perplexity 7.6 and" in said
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_it_is_the_plans_bytes_that_decide(store: str, monkeypatch, more: int) -> None:
     class Plan:
         near_bytes = 4 * 512 * 3 * 128 * 4 + more
 
-        shape = FfnShape(num_layers=4, hidden=128, neurons=512, gated=True, dtype_bytes=4)
+        mix = None
 
     monkeypatch.setattr(worth, "make_plan", lambda *_, **__: Plan)
     assert (why_dense(FfnConfig(store=store)) is not None) == bool(more)
