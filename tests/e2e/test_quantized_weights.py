@@ -198,11 +198,11 @@ def test_files_take_the_place_of_host_memory_that_is_too_small(
         place(self, layers)
 
     monkeypatch.setattr(offloader.TieredOffloader, "_place", watched)
-    options = weights | {"storage_path": str(tmp_path)}
+    options = weights | {"storage_path": str(tmp_path / "made")}
     with engine(f"qwen2-{form}", KV_OFF, weights=options, dtype="float32") as llm:
         assert seen and not mapped_files()
         assert generate(llm, PROMPTS) == expected
-        assert list(tmp_path.glob("loading-*")) == []
+        assert list(tmp_path.glob("*/loading-*")) == []
 
 
 def test_a_disk_that_is_too_small_for_them_is_an_error_with_the_numbers(

@@ -21,10 +21,11 @@ class LoadingFiles:
     """Maker of tensors in files.
 
     Args:
-        folder: folder of the files, which exists.
+        folder: folder of the files; made if there is none.
     """
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
