@@ -175,6 +175,7 @@ def test_an_engine_that_did_not_start_in_a_probe_leaves_its_costs_estimated():
             "layer_seconds",
             "row_seconds_per_feature",
             "attention_request_seconds",
+            "decode_kv_bytes_per_s",
             "decode_operations_per_s",
             "prompt_operations_per_s",
         ),

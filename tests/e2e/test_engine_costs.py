@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-tiered probe` takes from vLLM: its GEMMs, and the steps of a small engine."""
+"""What `vllm-tiered probe` takes from vLLM: its GEMMs, and the steps of small engines."""
 
 from typing import Any
 
@@ -69,8 +69,8 @@ def test_a_small_engine_tells_its_costs():
     assert all(value >= 0 for value in costs.values())
     assert 1e-5 < costs["layer_seconds"] < 0.1
     assert 1e-5 < costs["step_seconds"] < 1
-    for rate in ("decode_operations_per_s", "prompt_operations_per_s"):
-        assert 1e8 < costs[rate] < 1e13
+    for rate in ("decode_kv_bytes_per_s", "decode_operations_per_s", "prompt_operations_per_s"):
+        assert 1e8 < costs[rate] < 1e14  # noise may make one part a thousandth of the time
 
 
 def test_an_engine_that_does_not_start_says_why():

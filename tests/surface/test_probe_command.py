@@ -33,6 +33,7 @@ COSTS = {
     "layer_seconds": 5e-4,
     "row_seconds_per_feature": 1e-9,
     "attention_request_seconds": 1e-6,
+    "decode_kv_bytes_per_s": 20e9,
     "decode_operations_per_s": 7e9,
     "prompt_operations_per_s": 14e9,
 }

@@ -4,7 +4,8 @@
 A probe measures GEMMs, and this module everything else that a step takes: vLLM's scheduling, its
 attention, norms and sampling, and the calls between them. The model has random weights, and layers
 large enough to push each other out of the caches. So the costs are an engine's, and of no model
-that a plan is compared with.
+that a plan is compared with. A second model, with a KV head for each query head, tells attention's
+time for bytes of the KV cache from that for arithmetic.
 
 It runs in a process of its own, as vLLM binds the threads of the process that it computes in:
 
@@ -26,38 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tiered.errors import UnsupportedError
-from vllm_tiered.probe.step_costs import SmallModel, TimedStep, median_step, step_costs
+from vllm_tiered.probe.step_costs import (
+    ContextSteps,
+    SmallModel,
+    TimedStep,
+    median_step,
+    step_costs,
+)
 
 PREFIX = "VLLM_TIERED_STEPS "
 """Begin of the line with the answer, since vLLM logs to the same stream."""
 
-_HEADS, _KV_HEADS, _HEAD_SIZE, _INNER = 12, 3, 64, 3072
+_LAYERS, _HEADS, _HEAD_SIZE, _INNER = 4, 12, 64, 3072
 _HIDDEN = _HEADS * _HEAD_SIZE
-_CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": _HIDDEN,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": _KV_HEADS,
-    "num_hidden_layers": 4,
-    "intermediate_size": _INNER,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MODEL = SmallModel(
-    num_layers=4,
-    # In and out of qkv, out, gate and up, down.
-    features=(_HIDDEN + (_HEADS + 2 * _KV_HEADS) * _HEAD_SIZE)
-    + 2 * _HIDDEN
-    + (_HIDDEN + 2 * _INNER)
-    + (_INNER + _HIDDEN),
-    pair_operations=4 * _HEADS * _HEAD_SIZE,
-)
+_SHARED_KV_HEADS = 3  # four query heads each
 _SHORT, _LONG, _PROMPT, _REQUESTS = 16, 192, 256, 16
 _OUTPUT_TOKENS = 14
 _SKIPPED = 3
@@ -113,28 +96,104 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(dtype: str) -> dict[str, float]:
-    """Return the costs of the steps of an engine in this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-        llm = _start(folder, dtype)
-        clock = _Clock()
-        llm.apply_model(clock.watch)
-        _batch(llm, clock, 1, _SHORT)  # warms up
-        one, many, longer = (
-            _decode(_batch(llm, clock, requests, context), requests)
-            for requests, context in ((1, _SHORT), (_REQUESTS, _SHORT), (_REQUESTS, _LONG))
+    """Return the costs of the steps of two engines in this process, one after the other."""
+    engine = _Engine(dtype, _SHARED_KV_HEADS)
+    one = engine.decode(1, _SHORT)
+    shared = engine.context_steps()
+    prompts = [engine.batch(1, _PROMPT)[0] for _ in range(3)]
+    single = _Engine(dtype, _HEADS).context_steps()
+    return step_costs(one, shared, single, median_step(prompts)).to_json()
+
+
+class _Engine:
+    """Engine with a small model of random weights, and a clock in its layers.
+
+    Attributes:
+        model: sizes of the model.
+    """
+
+    def __init__(self, dtype: str, kv_heads: int) -> None:
+        width = 4 if dtype == "float32" else 2
+        self.model = SmallModel(
+            num_layers=_LAYERS,
+            # In and out of qkv, out, gate and up, down.
+            features=(_HIDDEN + (_HEADS + 2 * kv_heads) * _HEAD_SIZE)
+            + 2 * _HIDDEN
+            + (_HIDDEN + 2 * _INNER)
+            + (_INNER + _HIDDEN),
+            pair_operations=4 * _HEADS * _HEAD_SIZE,
+            token_kv_bytes=2 * kv_heads * _HEAD_SIZE * width,
         )
-        prompts = [_batch(llm, clock, 1, _PROMPT)[0] for _ in range(3)]
-    return step_costs(MODEL, one, many, longer, median_step(prompts)).to_json()
+        with tempfile.TemporaryDirectory() as folder:
+            config = json.dumps(_config(kv_heads))
+            (Path(folder) / "config.json").write_text(config, encoding="utf-8")
+            self._llm = _start(folder, dtype, _LAYERS * self.model.token_kv_bytes)
+        self._clock = _Clock()
+        self._llm.apply_model(self._clock.watch)
+        self.batch(1, _SHORT)  # warms up
+
+    def batch(self, requests: int, context: int) -> list[TimedStep]:
+        """Run requests of equal length together, and return their steps."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, detokenize=False
+        )
+        for index in range(requests):
+            tokens = [5 + (31 * index + at) % 4000 for at in range(context)]
+            name = f"{requests}-{context}-{index}-{time.monotonic_ns()}"
+            engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        steps: list[TimedStep] = []
+        while engine.has_unfinished_requests():
+            rows, seconds = self._clock.timed(engine.step)
+            is_prompt = not steps
+            steps.append(
+                TimedStep(
+                    requests=requests,
+                    new_tokens=rows // requests if is_prompt else 1,
+                    context_tokens=0 if is_prompt else context + len(steps) - 1,
+                    **seconds,
+                )
+            )
+        return steps
+
+    def decode(self, requests: int, context: int) -> TimedStep:
+        """Return the median decode step of so many requests."""
+        found = median_step(self.batch(requests, context)[1 + _SKIPPED :])
+        assert found.requests == requests
+        return found
+
+    def context_steps(self) -> ContextSteps:
+        """Return decode steps of many requests with short and long context."""
+        short, long = (self.decode(_REQUESTS, context) for context in (_SHORT, _LONG))
+        return ContextSteps(model=self.model, short=short, long=long)
 
 
-def _start(folder: str, dtype: str) -> Any:
+def _config(kv_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": _HIDDEN,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": _LAYERS,
+        "intermediate_size": _INNER,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _start(folder: str, dtype: str, token_kv_bytes: int) -> Any:
     from vllm import LLM
 
     block_tokens = 32
     tokens = (_REQUESTS + 1) * (_LONG + _OUTPUT_TOKENS + block_tokens)
-    width = 4 if dtype == "float32" else 2
-    token_bytes = 2 * _KV_HEADS * _HEAD_SIZE * MODEL.num_layers * width
     return LLM(
         model=folder,
         dtype=dtype,
@@ -142,7 +201,7 @@ def _start(folder: str, dtype: str) -> Any:
         skip_tokenizer_init=True,
         enforce_eager=True,  # modules are timed, which compiled code has none of
         block_size=block_tokens,
-        kv_cache_memory_bytes=tokens * token_bytes,
+        kv_cache_memory_bytes=tokens * token_kv_bytes,
         max_num_seqs=_REQUESTS,
         max_num_batched_tokens=4096,
         max_model_len=512,
@@ -195,39 +254,6 @@ class _Clock:
         begin = time.perf_counter()
         step()
         return self.rows, {"total": time.perf_counter() - begin, **self.seconds}
-
-
-def _batch(llm: Any, clock: _Clock, requests: int, context: int) -> list[TimedStep]:
-    """Run requests of equal length together, and return their steps."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, detokenize=False
-    )
-    for index in range(requests):
-        tokens = [5 + (31 * index + at) % 4000 for at in range(context)]
-        name = f"{requests}-{context}-{index}-{time.monotonic_ns()}"
-        engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
-    steps: list[TimedStep] = []
-    while engine.has_unfinished_requests():
-        rows, seconds = clock.timed(engine.step)
-        is_prompt = not steps
-        steps.append(
-            TimedStep(
-                requests=requests,
-                new_tokens=rows // requests if is_prompt else 1,
-                context_tokens=0 if is_prompt else context + len(steps) - 1,
-                **seconds,
-            )
-        )
-    return steps
-
-
-def _decode(steps: Sequence[TimedStep], requests: int) -> TimedStep:
-    found = median_step(steps[1 + _SKIPPED :])
-    assert found.requests == requests
-    return found
 
 
 if __name__ == "__main__":

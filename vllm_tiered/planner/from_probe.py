@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machine from a file of `vllm-tiered probe`, with estimates for what a probe cannot measure.
 
-A probe measures memory, links and GEMMs, and starts a small engine for the rest of an engine's
+A probe measures memory, links and GEMMs, and starts small engines for the rest of an engine's
 work: attention, scheduling, sampling, norms, and the calls of a layer. Where no engine runs, that
 work is estimated as a multiple of the smallest operation's time, and attention by its bytes and
 operations. The multiples are estimates too (docs/notes/weights.md), and the provenance of such a
@@ -30,7 +30,7 @@ from vllm_tiered.units import format_bytes
 from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
-VERSION = 3
+VERSION = 4
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -213,18 +213,19 @@ class _StepFigures:
         def cost(name: str, key: str, per_second: float) -> float:
             return self._measured(name, _not_negative(costs[key], key) * per_second)
 
-        def gflops(name: str, key: str) -> float:
+        def rate(name: str, key: str) -> float:
             return self._measured(name, _positive(costs[key], key) / 1e9)
 
         return MeasuredAttention(
             request_us=cost("attention_request_us", "attention_request_seconds", 1e6),
-            decode_gflops=gflops("decode_attention_gflops", "decode_operations_per_s"),
-            prompt_gflops=gflops("prompt_attention_gflops", "prompt_operations_per_s"),
+            decode_kv_gb_per_s=rate("decode_attention_kv_gb_per_s", "decode_kv_bytes_per_s"),
+            decode_gflops=rate("decode_attention_gflops", "decode_operations_per_s"),
+            prompt_gflops=rate("prompt_attention_gflops", "prompt_operations_per_s"),
             row_ns_per_feature=cost("row_ns_per_feature", "row_seconds_per_feature", 1e9),
         )
 
     def _measured(self, name: str, value: float) -> float:
-        return self._figures.measured(name, value, "steps of a small engine")
+        return self._figures.measured(name, value, "steps of small engines")
 
 
 def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:

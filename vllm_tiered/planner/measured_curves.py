@@ -64,21 +64,36 @@ class MeasuredAttention:
 
     Attributes:
         request_us: what each request adds to a layer's attention, apart from its tokens.
-        decode_gflops: rate of attention's arithmetic for one new token of each request.
-        prompt_gflops: the same for many new tokens.
+        decode_kv_gb_per_s: rate of attention's reads of the KV cache for one new token of each
+            request.
+        decode_gflops: rate of its arithmetic, which follows the reads.
+        prompt_gflops: the same for many new tokens, where reads take no time of their own.
         row_ns_per_feature: what a token adds to a layer outside GEMMs and attention, for each of
             the in and out features of the layer's GEMMs.
     """
 
     request_us: float
+    decode_kv_gb_per_s: float
     decode_gflops: float
     prompt_gflops: float
     row_ns_per_feature: float
 
-    def seconds(self, operations: float, requests: int, *, is_decode: bool) -> float:
-        """Return the seconds of a layer's attention operations for so many requests."""
-        rate = self.decode_gflops if is_decode else self.prompt_gflops
-        return operations / (rate * 1e9) + requests * self.request_us * 1e-6
+    def seconds(
+        self, operations: float, kv_bytes: float, requests: int, *, is_decode: bool
+    ) -> float:
+        """Return the seconds of a layer's attention for so many requests.
+
+        Args:
+            operations: arithmetic operations of all of them.
+            kv_bytes: bytes that it reads of their KV cache.
+            requests: number of requests.
+            is_decode: each has one new token.
+        """
+        rest = requests * self.request_us * 1e-6
+        if not is_decode:
+            return operations / (self.prompt_gflops * 1e9) + rest
+        reads = kv_bytes / (self.decode_kv_gb_per_s * 1e9)
+        return reads + operations / (self.decode_gflops * 1e9) + rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

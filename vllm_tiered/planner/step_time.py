@@ -175,7 +175,7 @@ def roofline(
         parts = parts._replace(weights=weights, arithmetic=arithmetic)
         if curves.attention and sublayer.kind is Kind.ATTENTION:
             attention = curves.attention.seconds(
-                operations, batch.requests, is_decode=batch.new_tokens == 1
+                operations, kv_bytes, batch.requests, is_decode=batch.new_tokens == 1
             )
             read = kv_bytes / (machine.near_gb_per_s * 1e9)
             parts = parts._replace(attention=max(attention, read))

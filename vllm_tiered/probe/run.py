@@ -25,11 +25,11 @@ from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 3
+VERSION = 4
 """Version of the probe file; a reader refuses other versions."""
 
 StepCosts = Mapping[str, Any]
-"""What a small engine measured of its steps (:mod:`vllm_tiered.probe.step_costs`)."""
+"""What small engines measured of their steps (:mod:`vllm_tiered.probe.step_costs`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ def run_probe(
     call_seconds = _call_seconds(near_device)
     # Before the engine, which computes in a process of its own.
     foreign = _foreign_share(cpu_before, _cpu_seconds(), time.perf_counter() - start)
-    step("steps of a small engine")
+    step("steps of small engines")
     costs = step_costs()
     seconds = time.perf_counter() - start
     return {

@@ -5,8 +5,12 @@
     layer                     │ norm │ GEMM │ attention │ GEMM │ norm │ ... │
 
 The engine's steps differ in requests, context and new tokens, so that the differences between them
-give each cost. None of them depends on the model's size but those that are given for a feature or
-for an arithmetic operation.
+give each cost. None of them depends on the model's size but those that are given for a feature, for
+a byte of the KV cache, or for an arithmetic operation.
+
+A kernel loads the keys and values of a KV head once for all query heads that share it. So attention
+in decoding takes a time for each byte of the KV cache, and one for each arithmetic operation. Two
+models tell them apart: in one, several query heads share a KV head.
 """
 
 import statistics
@@ -63,11 +67,40 @@ class SmallModel:
         num_layers: number of layers.
         features: values that a token passes through in a layer: in and out features of its GEMMs.
         pair_operations: arithmetic operations of a layer's attention for a pair of tokens.
+        token_kv_bytes: bytes of a layer's KV cache for a token.
     """
 
     num_layers: int
     features: int
     pair_operations: int
+    token_kv_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextSteps:
+    """Decode steps of a small model that differ in context alone.
+
+    Attributes:
+        model: sizes of the model.
+        short: of many requests.
+        long: of as many requests with more context.
+    """
+
+    model: SmallModel
+    short: TimedStep
+    long: TimedStep
+
+    @property
+    def pair_seconds(self) -> float:
+        """Seconds of a layer's attention for each pair of tokens that more context adds."""
+        more = self.long.pairs - self.short.pairs
+        assert more > 0
+        return max(0.0, self.long.attention - self.short.attention) / more / self.model.num_layers
+
+    @property
+    def shortest_seconds(self) -> float:
+        """Seconds for a pair that no cost is below: a thousandth of what attention took."""
+        return self.long.attention / self.long.pairs / self.model.num_layers / 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +115,10 @@ class StepCosts:
             of the in and out features of the layer's GEMMs.
         attention_request_seconds: what each request adds to a layer's attention, apart from its
             tokens.
-        decode_operations_per_s: rate of attention's arithmetic operations for one new token.
-        prompt_operations_per_s: the same for many new tokens.
+        decode_kv_bytes_per_s: rate of attention's reads of the KV cache for one new token.
+        decode_operations_per_s: rate of its arithmetic operations, which follow the reads.
+        prompt_operations_per_s: the same for many new tokens, where reads take no time of their
+            own.
     """
 
     step_seconds: float
@@ -91,6 +126,7 @@ class StepCosts:
     layer_seconds: float
     row_seconds_per_feature: float
     attention_request_seconds: float
+    decode_kv_bytes_per_s: float
     decode_operations_per_s: float
     prompt_operations_per_s: float
 
@@ -120,7 +156,7 @@ def median_step(steps: Sequence[TimedStep]) -> TimedStep:
 
 
 def step_costs(
-    model: SmallModel, one: TimedStep, many: TimedStep, longer: TimedStep, prompt: TimedStep
+    one: TimedStep, shared: ContextSteps, single: ContextSteps, prompt: TimedStep
 ) -> StepCosts:
     """Return the costs that explain these steps.
 
@@ -128,15 +164,15 @@ def step_costs(
     that the noise allows.
 
     Args:
-        model: sizes of the model.
-        one: a decode step of one request.
-        many: of many requests, with about as much context.
-        longer: of as many requests with more context.
-        prompt: a step of one prompt.
+        one: a decode step of one request, with about as much context as ``shared.short``.
+        shared: decode steps of the same model, in which several query heads share a KV head.
+        single: those of a model with a KV head for each query head, and as many query heads.
+        prompt: a step of one prompt, of the same model as ``one``.
     """
+    model, many = shared.model, shared.short
     layers, others = model.num_layers, many.requests - one.requests
-    assert others > 0 and longer.pairs > many.pairs and prompt.new_tokens > 1
-    per_pair = max(0.0, (longer.attention - many.attention) / (longer.pairs - many.pairs))
+    assert others > 0 and prompt.new_tokens > 1
+    per_pair = layers * shared.pair_seconds
     call_one, call_many = (step.attention - step.pairs * per_pair for step in (one, many))
     attention_request = max(0.0, (call_many - call_one) / others / layers)
     attention_call = max(0.0, call_one / layers - attention_request)
@@ -144,21 +180,31 @@ def step_costs(
     rows = prompt.new_tokens - 1
     row = max(0.0, (prompt.between - one.between) / layers / rows / model.features)
     in_prompt = prompt.attention - layers * (attention_call + attention_request)
+    kv_rate, operation_rate = _decode_rates(shared, single)
     return StepCosts(
         step_seconds=max(0.0, one.outside - request),
         request_seconds=request,
         layer_seconds=max(0.0, one.between / layers) + attention_call,
         row_seconds_per_feature=row,
         attention_request_seconds=attention_request,
-        decode_operations_per_s=_rate(model, longer, longer.pairs * per_pair),
-        prompt_operations_per_s=_rate(model, prompt, in_prompt),
+        decode_kv_bytes_per_s=kv_rate,
+        decode_operations_per_s=operation_rate,
+        prompt_operations_per_s=layers
+        * model.pair_operations
+        * prompt.pairs
+        / max(in_prompt, prompt.attention / 1000),
     )
 
 
-def _rate(model: SmallModel, step: TimedStep, seconds: float) -> float:
-    """Return the operations per second of a step's attention.
-
-    The step's attention took at least a thousandth of its time for them.
-    """
-    operations = model.num_layers * model.pair_operations * step.pairs
-    return operations / max(seconds, step.attention / 1000)
+def _decode_rates(shared: ContextSteps, single: ContextSteps) -> tuple[float, float]:
+    """Return the bytes of KV and the arithmetic operations per second in decoding."""
+    operations = shared.model.pair_operations
+    few_bytes, many_bytes = shared.model.token_kv_bytes, single.model.token_kv_bytes
+    assert operations == single.model.pair_operations and few_bytes < many_bytes
+    more = single.pair_seconds - shared.pair_seconds
+    per_byte = min(max(0.0, more) / (many_bytes - few_bytes), single.pair_seconds / many_bytes)
+    in_operations = shared.pair_seconds - few_bytes * per_byte
+    return (
+        many_bytes / max(many_bytes * per_byte, single.shortest_seconds),
+        operations / max(in_operations, shared.shortest_seconds),
+    )

@@ -48,6 +48,7 @@ def test_what_a_small_engine_measured_is_not_assumed():
         "layer_seconds": 5e-4,
         "row_seconds_per_feature": 1e-9,
         "attention_request_seconds": 0.0,
+        "decode_kv_bytes_per_s": 20e9,
         "decode_operations_per_s": 7e9,
         "prompt_operations_per_s": 14e9,
     }
@@ -59,6 +60,7 @@ def test_what_a_small_engine_measured_is_not_assumed():
     assert machine.curves.layer_overhead_us == pytest.approx(500)
     attention = machine.curves.attention
     assert attention.request_us == 0.0 and attention.row_ns_per_feature == pytest.approx(1)
+    assert attention.decode_kv_gb_per_s == pytest.approx(20)
     assert attention.decode_gflops == pytest.approx(7)
     assert attention.prompt_gflops == pytest.approx(14)
     without = machine_from_probe(sample_probe())[0].curves
@@ -101,7 +103,7 @@ def broken(change):
         pytest.param("[]", "is not a probe's result", id="list"),
         pytest.param('{"format": "x"}', "is not a probe's result", id="other"),
         pytest.param(
-            broken(lambda p: p.update(version=0)), "version 0, and this reads 3", id="old"
+            broken(lambda p: p.update(version=3)), "version 3, and this reads 4", id="old"
         ),
         pytest.param(broken(lambda p: p.pop("links")), "damaged: no 'links'", id="key"),
         pytest.param(

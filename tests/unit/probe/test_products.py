@@ -41,6 +41,7 @@ COSTS = {
     "layer_seconds": 0.0,
     "row_seconds_per_feature": 0.0,
     "attention_request_seconds": 0.0,
+    "decode_kv_bytes_per_s": 1e5,
     "decode_operations_per_s": 1e6,
     "prompt_operations_per_s": 2e6,
 }
@@ -153,21 +154,41 @@ def attention_seconds(machine: Machine, batch: Batch) -> float:
     )
 
 
+DECODE_LONG = Batch(requests=4, new_tokens=1, context_tokens=100)
+PROMPT = Batch(requests=1, new_tokens=64, context_tokens=0)
+
+
 @pytest.mark.parametrize(
-    ("batch", "key"),
+    ("batch", "keys"),
     [
-        (Batch(requests=4, new_tokens=1, context_tokens=100), "decode_operations_per_s"),
-        (Batch(requests=1, new_tokens=64, context_tokens=0), "prompt_operations_per_s"),
+        (DECODE_LONG, ("decode_kv_bytes_per_s", "decode_operations_per_s")),
+        (PROMPT, ("prompt_operations_per_s",)),
     ],
     ids=["decode", "prompt"],
 )
-def test_attention_at_half_the_rate_takes_twice_as_long(probe, batch, key):
-    usual = probe()
+def test_attention_takes_the_sum_of_its_parts(probe, batch, keys):
     operations = batch.requests * LLAMA.attention_operations(batch.new_tokens, batch.context_tokens)
-    expected = operations / LLAMA.num_attention / COSTS[key]
-    assert attention_seconds(usual, batch) == pytest.approx(expected)
-    slow = probe(costs={**COSTS, key: COSTS[key] / 2})
-    assert attention_seconds(slow, batch) == pytest.approx(2 * expected)
+    kv_bytes = batch.requests * LLAMA.read_kv_bytes(batch.context_tokens)
+    parts = {
+        key: (kv_bytes if "kv" in key else operations) / LLAMA.num_attention / COSTS[key]
+        for key in keys
+    }
+    usual = attention_seconds(probe(), batch)
+    assert usual == pytest.approx(sum(parts.values()))
+    for key, seconds in parts.items():
+        slow = probe(costs={**COSTS, key: COSTS[key] / 2})
+        assert attention_seconds(slow, batch) == pytest.approx(usual + seconds), key
+
+
+def test_attention_of_a_kv_head_for_each_query_head_takes_longer_by_its_bytes(probe):
+    """Twice as many KV heads, and as many operations."""
+    machine = probe()
+    more = dataclasses.replace(LLAMA, kv_bytes_per_token=2 * LLAMA.kv_bytes_per_token)
+    kv_bytes = DECODE_LONG.requests * LLAMA.read_kv_bytes(DECODE_LONG.context_tokens)
+    longer = [compute_times(shape, machine, DECODE_LONG).compute[0] for shape in (LLAMA, more)]
+    assert longer[1] - longer[0] == pytest.approx(
+        kv_bytes / LLAMA.num_attention / COSTS["decode_kv_bytes_per_s"]
+    )
 
 
 def test_an_engines_costs_are_in_a_step_as_often_as_they_occur(probe):

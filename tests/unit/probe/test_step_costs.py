@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from vllm_tiered.probe.step_costs import (
+    ContextSteps,
     SmallModel,
     StepCosts,
     TimedStep,
@@ -13,29 +14,34 @@ from vllm_tiered.probe.step_costs import (
     step_costs,
 )
 
-MODEL = SmallModel(num_layers=4, features=1000, pair_operations=2048)
+SHARED = SmallModel(num_layers=4, features=1000, pair_operations=2048, token_kv_bytes=1000)
+SINGLE = dataclasses.replace(SHARED, features=1600, token_kv_bytes=4000)
 KNOWN = StepCosts(
     step_seconds=3e-3,
     request_seconds=1e-4,
     layer_seconds=9e-4,
     row_seconds_per_feature=1e-9,
     attention_request_seconds=4e-6,
+    decode_kv_bytes_per_s=20e9,
     decode_operations_per_s=7e9,
     prompt_operations_per_s=14e9,
 )
 
 
-def make_step(costs: StepCosts, requests: int, context: int, prompt: int = 0) -> TimedStep:
+def make_step(
+    costs: StepCosts, requests: int, context: int, prompt: int = 0, model: SmallModel = SHARED
+) -> TimedStep:
     """Return a step that takes what the costs say, with GEMMs and a head of any time."""
     new = prompt or 1
     pairs = requests * new * (context + (new + 1) / 2)
+    reads = 0.0 if prompt else model.token_kv_bytes / costs.decode_kv_bytes_per_s
     rate = costs.prompt_operations_per_s if prompt else costs.decode_operations_per_s
-    layers = MODEL.num_layers
+    layers = model.num_layers
     attention = layers * (
-        pairs * MODEL.pair_operations / rate + requests * costs.attention_request_seconds
+        pairs * (reads + model.pair_operations / rate) + requests * costs.attention_request_seconds
     )
     rows = requests * new - 1  # the first one is in the layer's cost
-    between = layers * (costs.layer_seconds + rows * MODEL.features * costs.row_seconds_per_feature)
+    between = layers * (costs.layer_seconds + rows * model.features * costs.row_seconds_per_feature)
     gemms, head = 0.02 * requests, 0.003
     outside = costs.step_seconds + requests * costs.request_seconds
     inside = gemms + attention + between
@@ -51,12 +57,16 @@ def make_step(costs: StepCosts, requests: int, context: int, prompt: int = 0) ->
     )
 
 
+def context_steps(costs: StepCosts, model: SmallModel) -> ContextSteps:
+    short, long = (make_step(costs, 16, context, model=model) for context in (20, 200))
+    return ContextSteps(model=model, short=short, long=long)
+
+
 def found(costs: StepCosts = KNOWN) -> StepCosts:
     return step_costs(
-        MODEL,
         make_step(costs, 1, 20),
-        make_step(costs, 16, 20),
-        make_step(costs, 16, 200),
+        context_steps(costs, SHARED),
+        context_steps(costs, SINGLE),
         make_step(costs, 1, 0, prompt=256),
     )
 
@@ -82,25 +92,59 @@ def test_gemms_and_head_are_no_cost():
             step, **{key: getattr(step, key) + more for key, more in slower.items()}
         )
 
+    shared = context_steps(KNOWN, SHARED)
     costs = step_costs(
-        MODEL,
         slow(make_step(KNOWN, 1, 20)),
-        slow(make_step(KNOWN, 16, 20)),
-        slow(make_step(KNOWN, 16, 200)),
+        dataclasses.replace(shared, short=slow(shared.short), long=slow(shared.long)),
+        context_steps(KNOWN, SINGLE),
         slow(make_step(KNOWN, 1, 0, prompt=256)),
     )
     for name, value in costs.to_json().items():
         assert value == pytest.approx(getattr(KNOWN, name), rel=1e-6), name
 
 
+def with_pair_seconds(steps: ContextSteps, seconds: float) -> ContextSteps:
+    """Return steps of which more context takes so many seconds a pair in a layer."""
+    more = steps.model.num_layers * (steps.long.pairs - steps.short.pairs) * seconds
+    long = dataclasses.replace(steps.long, attention=steps.short.attention + more)
+    return dataclasses.replace(steps, long=long)
+
+
+@pytest.mark.parametrize(
+    ("shared_seconds", "single_seconds", "kv_seconds", "operation_seconds"),
+    [
+        pytest.param(2e-6, 1e-6, 0, 2e-6, id="less for more KV heads: operations alone"),
+        pytest.param(2e-6, 5e-6, 4e-6, 1e-6, id="both"),
+        pytest.param(1e-6, 8e-6, 8e-6, 0, id="more than KV bytes explain: bytes alone"),
+        pytest.param(-1e-8, -1e-8, 0, 0, id="less for more context: nothing"),
+    ],
+)
+def test_noise_makes_no_rate_of_attention_negative(
+    shared_seconds, single_seconds, kv_seconds, operation_seconds
+):
+    """The seconds for KV bytes are those of a pair in the model with most of them."""
+    shared = with_pair_seconds(context_steps(KNOWN, SHARED), shared_seconds)
+    single = with_pair_seconds(context_steps(KNOWN, SINGLE), single_seconds)
+    costs = step_costs(make_step(KNOWN, 1, 20), shared, single, make_step(KNOWN, 1, 0, prompt=256))
+    times = (
+        (SINGLE.token_kv_bytes / costs.decode_kv_bytes_per_s, kv_seconds),
+        (SHARED.pair_operations / costs.decode_operations_per_s, operation_seconds),
+    )
+    for found_seconds, expected in times:
+        assert 0 < found_seconds == pytest.approx(expected, abs=1e-8)
+
+
 def test_noise_makes_no_cost_negative():
-    one, many = make_step(KNOWN, 1, 20), make_step(KNOWN, 16, 20)
-    longer = dataclasses.replace(make_step(KNOWN, 16, 200), attention=many.attention / 2)
-    fast = dataclasses.replace(many, total=many.total - 0.1)
-    costs = step_costs(MODEL, one, fast, longer, make_step(KNOWN, 1, 0, prompt=256))
+    shared = context_steps(KNOWN, SHARED)
+    fast = dataclasses.replace(shared.short, total=shared.short.total - 0.1)
+    costs = step_costs(
+        make_step(KNOWN, 1, 20),
+        dataclasses.replace(shared, short=fast),
+        context_steps(KNOWN, SINGLE),
+        make_step(KNOWN, 1, 0, prompt=256),
+    )
     assert all(value >= 0 for value in costs.to_json().values())
     assert costs.request_seconds == 0.0
-    assert 0 < costs.decode_operations_per_s < float("inf")
 
 
 def test_a_slow_step_does_not_move_the_median():
