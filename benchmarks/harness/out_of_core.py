@@ -9,6 +9,7 @@ It prints one line, as the peers do, and runs under the same limit.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -100,6 +101,7 @@ def _timed(module: Any, name: str) -> list[float]:
     seconds: list[float] = []
     original = getattr(module, name)
 
+    @functools.wraps(original)  # the plugin compares its wrappers' signatures with vLLM's calls
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
         try:

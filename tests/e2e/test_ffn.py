@@ -2,6 +2,7 @@
 """FFNs from a neuron store on the real engine give the same tokens; the manifest reports them."""
 
 import gc
+import itertools
 import shutil
 import threading
 import weakref
@@ -44,6 +45,9 @@ _FOLDER: list[Path] = []
 @pytest.fixture(scope="module", autouse=True)
 def folder_of_stores(tmp_path_factory):
     _FOLDER[:] = [tmp_path_factory.mktemp("stores")]
+
+
+MIX = [0.25, 0.25, 0.5]
 
 
 @cache
@@ -129,7 +133,7 @@ def test_decode_steps_follow_the_mix(monkeypatch) -> None:
     """The ranking's quality is measured on the FFN's output, in unit/ffn/predictor."""
     # Such a small model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
-    ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": 0}
+    ffn = {"store": store_of("demo"), "mix": MIX, "far_gib": 0}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
     with engine("demo", {}, ffn=ffn) as llm:
@@ -139,11 +143,37 @@ def test_decode_steps_follow_the_mix(monkeypatch) -> None:
         assert stated["predictor"] == "base4" and stated["mix"] == [0.25, 0.25, 0.5]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_measured_times_decide_nothing_if_outputs_must_repeat(deterministic, monkeypatch) -> None:
+    """By default a layer is dense after some steps here, and the tokens are others."""
+    answers = itertools.cycle([True, True, False])
+    monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: next(answers))
+    ffn = {"store": store_of("llama3"), "mix": [0.25, 0.25, 0], "far_gib": 0}
+    dense = []
+    for _ in range(2):
+        options = ffn | {"deterministic": deterministic}
+        with engine("llama3", {"expansion": 1.0}, ffn=options) as llm:
+            tokens = generate(llm, PROMPTS[:1])
+            dense.append((tokens, metric("tiered_ffn_dense_steps")))
+        next(answers)
+    assert (dense[0] == dense[1]) == deterministic
+    assert (dense[0][1] == 3) == deterministic, "the prompt alone, in each of 3 layers"
+
+
 @pytest.mark.slow
 def test_compiled() -> None:
     ffn = {"store": store_of("qwen2"), "exact": True, "far_gib": 0}
     result = run("qwen2", PROMPTS, KV_OFF, ffn=ffn, enforce_eager=False)
     assert result.tokens == vllm_tokens("qwen2", PROMPTS)
+
+
+@pytest.mark.parametrize("kv", [KV_OFF, {}], ids=["weights", "kv"])
+def test_a_store_that_needs_more_than_the_dense_ffn_steps_aside(kv, caplog_vllm) -> None:
+    """By default; the other parts are not touched by it."""
+    result = run("llama3", PROMPTS, kv, ffn={"store": store_of("llama3"), "far_gib": 0})
+    assert result.tokens == vllm_tokens("llama3", PROMPTS)
+    assert "ffn" not in result.manifest and ("kv" in result.manifest) == (kv != KV_OFF)
+    assert caplog_vllm.text.count("tiered ffn: steps aside: the neurons need") == 1
 
 
 # Failures -------------------------------------------------------------------------------
@@ -273,7 +303,7 @@ def test_an_engine_without_neurons_in_the_same_process() -> None:
 def test_a_store_of_another_model_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match=r"fingerprint"),
-        engine("llama1", KV_OFF, ffn={"store": store_of("llama3")}),
+        engine("llama1", KV_OFF, ffn={"store": store_of("llama3"), "mix": MIX}),
     ):
         pass
 
@@ -296,7 +326,7 @@ def test_near_memory_below_a_tokens_neurons_is_refused() -> None:
 def test_a_store_in_another_dtype_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match=r"dtype torch.float32 instead of torch.bfloat16"),
-        engine("opt", KV_OFF, ffn={"store": store_of("opt")}, dtype="bfloat16"),
+        engine("opt", KV_OFF, ffn={"store": store_of("opt"), "mix": MIX}, dtype="bfloat16"),
     ):
         pass
 
@@ -304,6 +334,6 @@ def test_a_store_in_another_dtype_is_refused() -> None:
 def test_dummy_weights_are_refused() -> None:
     with (
         pytest.raises(UnsupportedError, match="load_format"),
-        engine("opt", KV_OFF, ffn={"store": store_of("opt")}, load_format="dummy"),
+        engine("opt", KV_OFF, ffn={"store": store_of("opt"), "mix": MIX}, load_format="dummy"),
     ):
         pass

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints in far memory: what vLLM's kernels read is what they would read near."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,66 @@ def test_too_little_host_memory_is_an_error_before_anything_is_loaded(monkeypatc
         engine("qwen2-compressed_fp8", KV_OFF, weights=PLACEMENTS[0]),
     ):
         pytest.fail("the engine started")
+
+
+def mapped_files() -> list[str]:
+    """Return the mappings of this process that hold layers until they are placed."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/loading-" in line]
+
+
+@pytest.mark.parametrize("form", ["compressed_fp8", "compressed_int4"])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"placement": "all_far", "far_gib": 0},
+        {"placement": "helm"},
+        {"placement": "flexgen", "percents": [100, 0, 0]},
+    ],
+    ids=["stored", "helm", "near"],
+)
+def test_files_take_the_place_of_host_memory_that_is_too_small(
+    weights, form, tmp_path: Path, monkeypatch, delayed, reference_ops
+) -> None:
+    """Each tensor of a layer's matrices is in a file when it is loaded, and none later."""
+    expected = vllm_tokens(f"qwen2-{form}", PROMPTS)
+    memory = replace(offloader.read_host_memory(), available_bytes=1 << 20)
+    monkeypatch.setattr(offloader, "read_host_memory", lambda: memory)
+    seen = []
+    place = offloader.TieredOffloader._place
+
+    def watched(self, layers):
+        seen.append(len(mapped_files()))
+        large = [t for one in layers for _, t in offloader.tensors_of_readers(one)]
+        large = [tensor for tensor in large if tensor.nbytes >= quantized.SMALLEST_BYTES]
+        assert len(large) >= 4 * 4 and seen == [len(large)]
+        place(self, layers)
+
+    monkeypatch.setattr(offloader.TieredOffloader, "_place", watched)
+    options = weights | {"storage_path": str(tmp_path / "made")}
+    with engine(f"qwen2-{form}", KV_OFF, weights=options, dtype="float32") as llm:
+        assert seen and not mapped_files()
+        assert generate(llm, PROMPTS) == expected
+        assert list(tmp_path.glob("*/loading-*")) == []
+
+
+def test_a_disk_that_is_too_small_for_them_is_an_error_with_the_numbers(
+    tmp_path: Path, monkeypatch
+) -> None:
+    memory = replace(offloader.read_host_memory(), available_bytes=1 << 20)
+    monkeypatch.setattr(offloader, "read_host_memory", lambda: memory)
+
+    def full(descriptor: int, begin: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    weights = {"placement": "all_far", "storage_path": str(tmp_path)}
+    with (
+        pytest.raises(BudgetError, match=r"no room for another .* KiB \(No space left"),
+        engine("qwen2-compressed_fp8", KV_OFF, weights=weights),
+    ):
+        pytest.fail("the engine started")
+    assert list(tmp_path.glob("loading-*")) == []
 
 
 def test_too_little_near_memory_is_an_error_with_the_numbers() -> None:

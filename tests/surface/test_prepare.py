@@ -175,7 +175,10 @@ def test_groups_are_as_asked_for(option, group, llama, tmp_path):
 def test_what_is_prepared_is_not_prepared_again(llama, tmp_path, capsys):
     store = tmp_path / "store"
     assert prepare(llama, store) == 0
-    assert "of neurons in full,int8,int4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of neurons in full,int8,int4" in said
+    assert "Near memory: the dense FFN needs" in said and "; the neurons need" in said
+    assert "the sparse FFN will step aside: the neurons need" in said
     before = (store / "store.json").stat().st_mtime_ns
     assert prepare(llama, store) == 0
     assert "already has this model with these settings" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from vllm_tiered.adapter.weights import engine_gemm
 from vllm_tiered.cli import probe
 from vllm_tiered.cli.main import main
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner.from_probe import VERSION
 from vllm_tiered.probe.gemm import TORCH
 
 SMALL = {
@@ -164,6 +165,6 @@ def test_what_cannot_be_used_is_named(args, message, capsys):
 
 def test_plan_refuses_an_old_file(model, tmp_path, capsys):
     file = tmp_path / "probe.json"
-    file.write_text(json.dumps({**sample_probe(), "version": 3}))
+    file.write_text(json.dumps({**sample_probe(), "version": 0}))
     assert main(["plan", model, "--near-gib", "1", "--far-gib", "1", "--machine", str(file)]) == 1
-    assert "has version 3, and this reads 4" in capsys.readouterr().err
+    assert f"has version 0, and this reads {VERSION}" in capsys.readouterr().err

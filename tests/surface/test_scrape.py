@@ -118,6 +118,8 @@ def test_another_connector_does_not_carry_our_counters(monkeypatch):
         ("weights", {"state": "stepped aside"}, {}, "all_near"),
         ("l2", {"state": "stepped aside", "verdicts": [{}]}, {}, "no_gain"),
         ("l2", {"state": "stepped aside", "verdicts": []}, {}, "nothing_to_prefetch"),
+        ("experts", {"state": "stepped aside"}, {}, "all_near"),
+        ("ffn", {"state": "stepped aside"}, {}, "dense_is_smaller"),
         ("ffn", {"state": "starting"}, {}, "starting"),
         ("ffn", {"state": "off"}, {}, "off"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.kv.plan import KvPlan, LeftToVllm
 from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
@@ -38,8 +39,10 @@ def nothing_published(monkeypatch):
     monkeypatch.setattr(totals, "_reads", {})
 
 
-def state(config=None, *, rank=0):
-    additional = {} if config is None else {"tiered": config}
+def state(config=None, *, rank=0, aside=None):
+    additional = (
+        {} if config is None else {"tiered": config, **({ASIDE_KEY: aside} if aside else {})}
+    )
     parallel = SimpleNamespace(data_parallel_index=0)
     vllm_config = SimpleNamespace(additional_config=additional, parallel_config=parallel)
     worker = SimpleNamespace(rank=rank, vllm_config=vllm_config)
@@ -92,6 +95,12 @@ def test_before_the_model_is_there_parts_are_starting():
         assert (found[part]["state"], found[part]["reason"]) == ("starting", None)
 
 
+def test_a_store_that_stepped_aside_says_why():
+    found = state({}, aside={"ffn": "it needs more"})
+    assert (found["ffn"]["state"], found["ffn"]["reason"]) == ("stepped aside", "it needs more")
+    assert found["kv"]["state"] == "starting"
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -108,14 +117,7 @@ def test_a_cache_that_steps_aside_says_why(config, reason):
 
 
 def test_a_cache_that_never_had_a_connector_says_why():
-    worker = SimpleNamespace(
-        rank=0,
-        vllm_config=SimpleNamespace(
-            additional_config={"tiered": {}, "tiered_steps_aside": {"kv": "why (--flag)"}},
-            parallel_config=SimpleNamespace(data_parallel_index=0),
-        ),
-    )
-    kv = (worker_state(worker) or {})["kv"]
+    kv = state({}, aside={"kv": "why (--flag)"})["kv"]
     assert (kv["state"], kv["reason"], kv["is_supported"]) == (
         "stepped aside",
         "why (--flag)",

@@ -11,5 +11,6 @@ MULTI_CONNECTOR_MODULE = "vllm_tiered.adapter.kv.multi_connector"
 ASIDE_KEY = "tiered_steps_aside"
 """Key in `additional_config`, beside the plugin's own: parts that stepped aside, with the reason.
 
-What the user configured stays as it is, and every process of the engine knows what became of it.
+What the user configured stays as it is, except for a neuron store that is of no use, and every
+process of the engine knows what became of it.
 """

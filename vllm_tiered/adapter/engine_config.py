@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered.adapter import checks
@@ -36,7 +37,7 @@ from vllm_tiered.adapter.telemetry import endpoint
 from vllm_tiered.adapter.transfer_config import transfer_config
 from vllm_tiered.adapter.weights import graphs as weights_graphs
 from vllm_tiered.adapter.weights import kv_sharing
-from vllm_tiered.config import ROOT_KEY, TieredConfig
+from vllm_tiered.config import ROOT_KEY, FfnConfig, TieredConfig
 from vllm_tiered.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -112,8 +113,11 @@ def _create_engine_config(
             return original(engine_args, *args, **kwargs)
         check_extension_points(experts=config.experts.is_used)
         endpoint.announce()
+        config, aside = _without_losing_ffn(config)
         _check_engine_args(config, engine_args)
-        vllm_config = _with_kv_or_without(original, engine_args, config, *args, **kwargs)
+        vllm_config = _with_kv_or_without(original, engine_args, config, aside, *args, **kwargs)
+        if aside:  # only now: what vLLM refuses without us, too, is its own affair
+            logger.info("tiered ffn: steps aside: %s", aside[Part.FFN.value])
         replicas = count_replicas(vllm_config.parallel_config)
         if replicas.total > 1:
             vllm_config.additional_config[REPLICAS_KEY] = replicas._asdict()
@@ -122,12 +126,33 @@ def _create_engine_config(
         return vllm_config
 
 
+def _without_losing_ffn(config: TieredConfig) -> tuple[TieredConfig, dict[str, str]]:
+    """Return the configuration without a store that is of no use, and why by part.
+
+    The dense FFN has to be known before the model is built, so the workers get the configuration
+    without the store.
+    """
+    if not config.ffn.is_used:
+        return config, {}
+    from vllm_tiered.ffn.worth import why_dense  # imports torch
+
+    reason = why_dense(config.ffn, has_index=device_type() == "cuda")
+    if reason is None:
+        return config, {}
+    return replace(config, ffn=FfnConfig()), {Part.FFN.value: reason}
+
+
 def _with_kv_or_without(
-    original: Any, engine_args: "EngineArgs", config: TieredConfig, *args: Any, **kwargs: Any
+    original: Any,
+    engine_args: "EngineArgs",
+    config: TieredConfig,
+    aside: Mapping[str, str],
+    *args: Any,
+    **kwargs: Any,
 ) -> "VllmConfig":
     """Return vLLM's configuration: with our KV connector, or without where the KV part steps aside.
 
-    Connectors that the user configured stay, behind ours.
+    Connectors that the user configured stay, behind ours. `aside` are other parts that step aside.
 
     Raises:
         UnsupportedError: something rules KV swapping out, and the user set it by hand.
@@ -143,6 +168,8 @@ def _with_kv_or_without(
             return original(engine_args, *args, **kwargs)
 
     additional = _with_config(engine_args, config)
+    if aside:
+        additional[ASIDE_KEY] = dict(aside)
     if not config.kv.enabled:
         logger.info("tiered kv: kv.enabled is false, the KV cache is vLLM's own")
         return make(additional_config=additional)
@@ -170,7 +197,8 @@ def _with_kv_or_without(
             if obstacle is None:
                 _undo_consumer_side_effects(engine_args, vllm_config)
                 return vllm_config
-    vllm_config = make(additional_config={**additional, ASIDE_KEY: {Part.KV.value: obstacle}})
+    additional[ASIDE_KEY] = {**aside, Part.KV.value: obstacle}
+    vllm_config = make(additional_config=additional)
     # Only now: what vLLM refuses without us, too, is its own affair.
     logger.info("tiered kv: steps aside (%s); the KV cache is vLLM's own", obstacle)
     if config.report.path is not None:

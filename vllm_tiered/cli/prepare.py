@@ -16,7 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.units import format_bytes
 
@@ -107,7 +108,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.out}: {format_bytes(num_bytes)} of neurons in {args.precisions}")
     else:
         print(f"{args.out} ({format_bytes(num_bytes)}) already has this model with these settings")
+    _print_worth(args.out)
     return 0
+
+
+def _print_worth(store: Path) -> None:
+    """Print what the store needs near beside other ways to compute the FFN."""
+    from vllm_tiered.ffn.worth import costs, why_dense
+
+    config = FfnConfig(store=str(store))
+    try:
+        found = costs(config)
+    except (BudgetError, ConfigError):
+        return  # it lacks what the default settings need; opening it says what
+    print(f"Near memory: {'; '.join(map(str, found))}.")
+    if reason := why_dense(config):
+        print(f"With default settings the sparse FFN will step aside: {reason}.")
 
 
 def parse_precisions(text: str) -> tuple[Precision, ...]:

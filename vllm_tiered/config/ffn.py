@@ -25,7 +25,8 @@ class FfnConfig(Section):
         PrecisionShares(),
         "Shares of a layer's neurons that a token computes in full precision, in 8 bit and in 4 "
         'bit, the most important ones first; the rest is left out. `"auto"` takes what '
-        "`vllm-tiered prepare` found.",
+        "`vllm-tiered prepare` found, and leaves the FFN to vLLM if that needs more near memory "
+        "than the dense FFN.",
     )
     window: int = option(
         4,
@@ -36,6 +37,13 @@ class FfnConfig(Section):
         False,
         Bool(),
         "Whether every neuron is computed in full precision, instead of a mix.",
+    )
+    deterministic: bool = option(
+        False,
+        Bool(),
+        "Whether decode steps are always sparse, so that the same requests give the same tokens in "
+        "every run. By default the faster way by measured times is taken, and a dense step uses "
+        "every neuron.",
     )
     cache: Literal["atu", "window", "none"] = option(
         "atu",

@@ -16,6 +16,9 @@ about the same batch size. A layer that is computed densely tries sparse steps f
 
 Most steps in a run of dense steps do not score their neurons: scoring takes a noticeable part of a
 step, and a dense step does not use the scores.
+
+Measured times differ from run to run, and a dense step uses more neurons than a sparse one. Where
+the same requests must give the same tokens, :class:`AlwaysSparse` takes the model's place.
 """
 
 import statistics
@@ -248,6 +251,18 @@ class DenseSparseCostModel:
 
     def _history(self, layer: int, tokens: int) -> _LayerHistory:
         return self._histories.setdefault((layer, tokens.bit_length()), _LayerHistory())
+
+
+class AlwaysSparse(DenseSparseCostModel):
+    """Computes every decode step sparsely, whatever the steps took."""
+
+    def prefers_dense(self, layer: int, missing: int, multiplied: int, tokens: int) -> bool:
+        """Return False."""
+        return False
+
+    def is_surely_dense(self, layer: int, tokens: int) -> bool:
+        """Return False."""
+        return False
 
 
 def _sparse_parts(missing: int, multiplied: int, tokens: int) -> tuple[float, float, float, float]:

@@ -60,6 +60,7 @@ def open_runtime(
         predictors,
         policy=config.cache,
         window=config.window,
+        deterministic=config.deterministic,
         near_device=near_device,
     )
 
@@ -143,6 +144,16 @@ def searched_mix(store: NeuronStore) -> Mix:
         raise IntegrityError(
             f"{store.path / MIX_FILE} has no mix that can be used ({error}): {ANEW}"
         ) from error
+
+
+def perplexities(store: NeuronStore) -> dict[tuple[float, ...], float]:
+    """Return the perplexities that `prepare` measured on calibration text, by mix; none if none.
+
+    The mixes are those of the search, and all neurons in one precision.
+    """
+    found = _read_json(store, MIX_FILE) or {}
+    tried = [*found.get("candidates", ()), *found.get("plain", ())]
+    return {tuple(one["mix"]): float(one["perplexity"]) for one in tried if "perplexity" in one}
 
 
 def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:

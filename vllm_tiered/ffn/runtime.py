@@ -14,7 +14,7 @@ from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.cache.layer_cache import LayerCache
 from vllm_tiered.ffn.cache.none import NoCache
 from vllm_tiered.ffn.cache.window import WindowCache
-from vllm_tiered.ffn.cost_model import DenseSparseCostModel
+from vllm_tiered.ffn.cost_model import AlwaysSparse, DenseSparseCostModel
 from vllm_tiered.ffn.layer import FfnLayer
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.loader.backend import NeuronBackend
@@ -72,6 +72,7 @@ class FfnRuntime:
         *,
         policy: CachePolicy = "atu",
         window: int = 4,
+        deterministic: bool = False,
         near_device: torch.device | None = None,
     ) -> None:
         self._store = store
@@ -79,6 +80,7 @@ class FfnRuntime:
         self._near_device = near_device or torch.device("cpu")
         self.plan = plan
         self._policy, self._window = policy, window
+        self._deterministic = deterministic
         self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
         self.dynamic = (
             DynamicArea(store, plan.dynamic_slots, device) if plan.dynamic_slots else None
@@ -137,7 +139,7 @@ class FfnRuntime:
             store=self._store,
             backend=self.backend,
             stream=stream,
-            cost_model=DenseSparseCostModel(),
+            cost_model=AlwaysSparse() if self._deterministic else DenseSparseCostModel(),
             clock=StepClock(self._device),
             mailbox=Mailbox(self._device, self._near_device),
         )

@@ -76,6 +76,9 @@ class Mix:
 ALL = Mix(full=1, int8=0, int4=0)
 """Every neuron in full precision."""
 
+PLAIN = (ALL, Mix(full=0, int8=1, int4=0), Mix(full=0, int8=0, int4=1))
+"""Every neuron in one precision: what a checkpoint in 16, 8 or 4 bit computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -184,7 +184,9 @@ def tiered_config(vllm_config: Any) -> TieredConfig | None:
     None if KV swapping is off, or stepped aside before there was an engine.
     """
     tables = vllm_config.additional_config
-    if not isinstance(tables, Mapping) or ROOT_KEY not in tables or ASIDE_KEY in tables:
+    if not isinstance(tables, Mapping) or ROOT_KEY not in tables:
+        return None
+    if "kv" in tables.get(ASIDE_KEY, {}):
         return None
     config = TieredConfig.from_dict(tables[ROOT_KEY])
     return config if config.kv.enabled else None

@@ -194,6 +194,7 @@ PART_REASONS = {
     "nothing_to_swap": "KV only: stepped aside, since no layer can ever be far",
     "unsupported": "KV only: stepped aside, since the model or an option of vLLM rules it out",
     "all_near": "weights and experts only: stepped aside, since all fit near",
+    "dense_is_smaller": "FFN only: stepped aside, since the dense FFN needs less near memory",
     "nothing_to_prefetch": "L2 only: stepped aside",
     "no_gain": "L2 only: stepped aside, since steps with prefetches were not faster",
 }

@@ -41,7 +41,12 @@ _OF_PARTS = ("weights", "experts", "ffn", "l2", "energy")
 _REFRESH_S = 0.5
 _LABELS = ("model_name", "engine")
 
-_ASIDE = {"kv": "nothing_to_swap", "weights": "all_near"}
+_ASIDE = {
+    "kv": "nothing_to_swap",
+    "weights": "all_near",
+    "experts": "all_near",
+    "ffn": "dense_is_smaller",
+}
 
 
 class Scraped:

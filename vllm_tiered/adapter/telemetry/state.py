@@ -28,13 +28,14 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         return None
     config = TieredConfig.from_dict(additional[ROOT_KEY])
     stated = manifest.current() or {}
-    why_not = additional.get(ASIDE_KEY, {}).get("kv")
+    aside = additional.get(ASIDE_KEY, {})
+    why_not = aside.get("kv")
     if why_not is not None:  # there is no connector that states anything
         stated = {**stated, "kv": {"active": False, "why_not": why_not, "is_supported": False}}
     parts = {
         "kv": _kv_state(config, stated.get("kv")),
         "weights": _weights_state(config, stated.get("weights")),
-        "ffn": _ffn_state(config, stated.get("ffn")),
+        "ffn": _ffn_state(config, stated.get("ffn"), aside.get("ffn")),
         "experts": _experts_state(config, stated.get("experts")),
         "l2": _l2_state(config, stated.get("l2")),
     }
@@ -90,7 +91,9 @@ def _weights_state(config: TieredConfig, stated: dict[str, Any] | None) -> State
     return (ON, None) if stated["far_sublayers"] else (ASIDE, "all of the layers fit near")
 
 
-def _ffn_state(config: TieredConfig, stated: dict[str, Any] | None) -> State:
+def _ffn_state(config: TieredConfig, stated: dict[str, Any] | None, why_dense: str | None) -> State:
+    if why_dense is not None:
+        return ASIDE, why_dense
     if not config.ffn.is_used:
         return OFF, "ffn.store is not set"
     return (ON, None) if stated is not None else (STARTING, None)

@@ -136,13 +136,13 @@ def move_to_host(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def move_to_near(
     parameters: Iterable[tuple[str, torch.Tensor]],
-    far_names: Collection[str],
     near_device: torch.device,
+    *,
+    from_files: bool = False,
 ) -> None:
-    """Move all parameters except those in ``far_names`` to near memory."""
-    for name, parameter in parameters:
-        if name not in far_names:
-            parameter.data = parameter.data.to(near_device)
+    """Move parameters to near memory; from files they are copied even if the host's is near."""
+    for _, parameter in parameters:
+        parameter.data = parameter.data.to(near_device, copy=from_files)
 
 
 def disable_weight_processing(module: nn.Module) -> None:

@@ -21,6 +21,7 @@ In compiled models, the two calls go through vLLM's custom ops for offloaders.
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,14 @@ from vllm_tiered.adapter.weights.layer_weights import (
     skip_loading,
     tensors_of_readers,
 )
-from vllm_tiered.adapter.weights.quantized import check_host_memory, is_quantized, process_on
+from vllm_tiered.adapter.weights.loading_files import LoadingFiles
+from vllm_tiered.adapter.weights.quantized import (
+    ToHost,
+    fits_host_memory,
+    is_quantized,
+    process_on,
+    to_host,
+)
 from vllm_tiered.adapter.weights.read_check import check_reads
 from vllm_tiered.adapter.weights.tiers import find_offloaded
 from vllm_tiered.config import WeightsConfig
@@ -107,6 +115,7 @@ class TieredOffloader(BaseOffloader):
         self._compressed: list[CompressedLinear] = []
         self._near_device = torch.device("cpu")
         self._waiting: list[nn.Module] = []
+        self._waits_in_files = False
         self.placement: Placement | None = None
         self.buffer_pool: WeightBufferPool | None = None
         self._is_on_gpu = False
@@ -152,11 +161,19 @@ class TieredOffloader(BaseOffloader):
         linears = [module for layer in layers for _, module in readers(layer)]
         quantized = list(filter(is_quantized, linears))
         if quantized:
-            num_bytes = sum(one.nbytes for layer in layers for _, one in tensors_of_readers(layer))
-            check_host_memory(num_bytes, usable_bytes)
+            tensors = [one for layer in layers for _, one in tensors_of_readers(layer)]
+            num_bytes = sum(one.nbytes for one in tensors)
+            folder = self._config.storage_path
+            home: ToHost = to_host
+            if not fits_host_memory(num_bytes, usable_bytes, may_store=folder is not None):
+                assert folder is not None
+                home = LoadingFiles(Path(folder)).copy
+                self._waits_in_files = True
+                for tensor in tensors:
+                    tensor.data = home(tensor.data)
             for module in linears:
                 disable_weight_processing(module)
-            process_on(near_device, quantized)
+            process_on(near_device, quantized, home)
             self._waiting = layers
         else:
             self._place(layers)
@@ -213,7 +230,8 @@ class TieredOffloader(BaseOffloader):
                     skip_loading(one.parameter)
         for layer, far, in_4_bit in zip(layers, offloaded.names, compressed, strict=True):
             # Near ones in 4 bit, too, stay away until they are compressed.
-            move_to_near(self._placed(layer), far | {*in_4_bit}, near_device)
+            near = (named for named in self._placed(layer) if named[0] not in far | {*in_4_bit})
+            move_to_near(near, near_device, from_files=self._waits_in_files)
         self._is_on_gpu = near_device.type == "cuda"
 
     @property

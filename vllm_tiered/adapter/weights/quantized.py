@@ -12,6 +12,8 @@ a home as any other parameter has.
                            then moves back to host memory
     all are processed      the placement is chosen, and tensors move to their tiers
 
+Where host memory is too small for all layers, files take its place, if weights may be stored.
+
 A tensor that the method's own objects refer to, too, does not move: they would go on to read it
 where it was.
 """
@@ -78,25 +80,41 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def check_host_memory(num_bytes: int, usable_bytes: int) -> None:
-    """Check that host memory can hold layers until their placement is chosen.
+def fits_host_memory(num_bytes: int, usable_bytes: int, *, may_store: bool) -> bool:
+    """Return whether host memory can hold layers until their placement is chosen.
 
     Args:
         num_bytes: bytes of all layers in the checkpoint, on this rank.
         usable_bytes: host memory that this rank could use before the layers were built.
+        may_store: whether files may hold them instead.
 
     Raises:
-        BudgetError: they are more; the message has the numbers.
+        BudgetError: it cannot, and files may not; the message has the numbers.
     """
-    if num_bytes > usable_bytes:
-        raise BudgetError(
-            f"quantized layers are placed when they are loaded, and theirs take "
-            f"{format_bytes(num_bytes)} of host memory until then, which has "
-            f"{format_bytes(usable_bytes)}: use more ranks or set weights.placement=off"
-        )
+    if num_bytes <= usable_bytes:
+        return True
+    if may_store:
+        return False
+    raise BudgetError(
+        f"quantized layers are placed when they are loaded, and theirs take "
+        f"{format_bytes(num_bytes)} of host memory until then, which has "
+        f"{format_bytes(usable_bytes)}: set weights.storage_path, use more ranks, or set "
+        "weights.placement=off"
+    )
 
 
-def process_on(near_device: torch.device, modules: Iterable[nn.Module]) -> None:
+ToHost = Callable[[torch.Tensor], torch.Tensor]
+"""Function that moves a tensor to host memory, or to what takes its place."""
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory."""
+    return tensor.to("cpu")
+
+
+def process_on(
+    near_device: torch.device, modules: Iterable[nn.Module], home: ToHost = to_host
+) -> None:
     """Let linear layers be processed on the device that computes, and be in host memory otherwise.
 
     vLLM would move their parameters to the device and back itself, but leave on the device whatever
@@ -105,6 +123,7 @@ def process_on(near_device: torch.device, modules: Iterable[nn.Module]) -> None:
     Args:
         near_device: torch device that computes.
         modules: quantized linear layers, not loaded yet.
+        home: moves a processed tensor to where it is until it is placed.
     """
     ours = {id(module) for module in modules}
     for module in modules:
@@ -112,7 +131,7 @@ def process_on(near_device: torch.device, modules: Iterable[nn.Module]) -> None:
         method.requires_device_loading = False
         if not isinstance(method.process_weights_after_loading, partial):
             original = method.process_weights_after_loading
-            process = partial(_process, original, ours, near_device)
+            process = partial(_process, original, ours, near_device, home)
             method.process_weights_after_loading = process
 
 
@@ -120,6 +139,7 @@ def _process(
     original: Callable[[nn.Module], None],
     ours: set[int],
     near_device: torch.device,
+    home: ToHost,
     layer: nn.Module,
 ) -> None:
     if id(layer) not in ours:
@@ -139,7 +159,7 @@ def _process(
     movable = movable_tensors(layer)
     for name, tensor in named_tensors(layer):
         if name in movable:
-            tensor.data = tensor.data.to("cpu")
+            tensor.data = home(tensor.data)
 
 
 def kernel_name(layer: nn.Module) -> str:

@@ -23,7 +23,7 @@ from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.evaluate import Copies, Scores, Variant, by_base4, evaluate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
-from vllm_tiered.ffn.prepare.ratio_search import SearchResult, Uncertainty, search
+from vllm_tiered.ffn.prepare.ratio_search import Candidate, SearchResult, Uncertainty, search
 from vllm_tiered.ffn.prepare.record import (
     num_recorded,
     num_training_tokens,
@@ -34,7 +34,7 @@ from vllm_tiered.ffn.prepare.statistics import layer_statistics
 from vllm_tiered.ffn.prepare.steps import Step
 from vllm_tiered.ffn.prepare.texts import calibration_texts
 from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
-from vllm_tiered.ffn.selection import Mix
+from vllm_tiered.ffn.selection import PLAIN, Mix
 from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 
 
@@ -227,15 +227,25 @@ def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None
         return [outcomes[str(mix.shares)].uncertainty for mix in mixes]
 
     found = search(uncertainties, calibration.budget_bits or full_bits / 2, full_bits=full_bits)
-    _put(mix_json(found, predictor, full_bits), watched.out / MIX_FILE)
+    plain = tuple(map(Candidate, PLAIN, uncertainties(PLAIN)))
+    _put(mix_json(found, plain, predictor, full_bits), watched.out / MIX_FILE)
 
 
-def mix_json(found: SearchResult, predictor: str, full_bits: int) -> dict[str, Any]:
-    """Return the contents of the mix file."""
+def mix_json(
+    found: SearchResult, plain: Sequence[Candidate], predictor: str, full_bits: int
+) -> dict[str, Any]:
+    """Return the contents of the mix file.
+
+    Args:
+        plain: all neurons in one precision, for comparison.
+        predictor: what ranked the neurons.
+        full_bits: bits of a weight in full precision.
+    """
     return {
         "mix": list(found.best.mix.shares),
         "ranked_by": predictor,
         "candidates": [candidate.to_json(full_bits) for candidate in found.candidates],
+        "plain": [candidate.to_json(full_bits) for candidate in plain],
     }
 
 

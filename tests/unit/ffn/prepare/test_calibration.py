@@ -9,6 +9,7 @@ import torch
 
 from tests.fixtures.tiny_models import LAYERS, tiny_model, tiny_tokenizer
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.ffn.open import perplexities
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.prepare.calibration import Calibration
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
@@ -79,6 +80,10 @@ def test_low_rank(model, text, tmp_path):
     tried = {tuple(candidate["mix"]): candidate["entropy"] for candidate in mix["candidates"]}
     assert min(tried, key=tried.__getitem__) == tuple(mix["mix"])
     assert all(candidate["bits"] <= 16 for candidate in mix["candidates"])  # half of float32's
+    plain = {tuple(one["mix"]): one["perplexity"] for one in mix["plain"]}
+    assert list(plain) == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert len({*plain.values()}) == 3, "each precision was computed"
+    assert plain.items() <= perplexities(store).items()
     store.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "store"]
     assert not prepare(model, out, group=16, predictor="low_rank", calibration=calibration(text))

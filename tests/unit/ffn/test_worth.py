@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that needs more near memory than the dense FFN is left alone, unless the user insists."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.ffn_models import random_ffn
+from vllm_tiered.config import FfnConfig
+from vllm_tiered.ffn import memory_plan, worth
+from vllm_tiered.ffn.open import make_plan
+from vllm_tiered.ffn.selection import ALL
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.worth import costs, why_dense
+from vllm_tiered.units import format_bytes
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("store") / "ffn"
+    random_ffn(folder, gated=True, num_layers=4, hidden=128, neurons=512)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging is small beside a real model's FFN."""
+    monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
+
+
+def test_a_base_and_half_the_bytes_are_more_than_all_of_them(store: str) -> None:
+    """All neurons in 4 bit, and buffers for twice a token's 25/25/50."""
+    said = why_dense(FfnConfig(store=store))
+    dense = 4 * 512 * 3 * 128 * 4
+    assert (
+        said is not None and f"the dense FFN needs {format_bytes(dense)}," in said and store in said
+    )
+    with NeuronStore.open(store) as opened:
+        plan = make_plan(FfnConfig(store=store), opened, [], num_ranks=1)
+    assert plan.near_bytes > dense and f"neurons need {format_bytes(plan.near_bytes)} in" in said
+    assert "perplexity" not in said
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"mix": (0.25, 0.25, 0.5)}, {"exact": True}, {"near_gib": 1.0}],
+    ids=["mix", "exact", "near_gib"],
+)
+def test_what_the_user_asked_for_is_done(store: str, asked: dict[str, Any]) -> None:
+    assert why_dense(FfnConfig(store=store, **asked)) is None
+
+
+def test_other_formats_are_beside_it_with_their_quality(store: str, monkeypatch) -> None:
+    """Codes of 3 rows of 128 weights; a scale of 2 bytes for each row in 8 bit, and for 32 in 4."""
+    known = {ALL.shares: 7.5, (0, 1, 0): 7.6, (0.25, 0.25, 0.5): 7.55}
+    monkeypatch.setattr(worth, "perplexities", lambda _: known)
+    dense, in_8_bit, in_4_bit, ours = costs(FfnConfig(store=store))
+    neurons = 4 * 512
+    assert (dense.near_bytes, dense.perplexity) == (neurons * 3 * 128 * 4, 7.5)
+    assert (in_8_bit.near_bytes, in_8_bit.perplexity) == (neurons * 3 * (128 + 2), 7.6)
+    assert (in_4_bit.near_bytes, in_4_bit.perplexity) == (neurons * 3 * (64 + 4 * 2), None)
+    assert ours.perplexity == 7.55
+    said = str(why_dense(FfnConfig(store=store)))
+    assert "perplexity 7.55 in" in said
+    assert f"in 8 bit {format_bytes(in_8_bit.near_bytes)}, perplexity 7.6 and" in said
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_it_is_the_plans_bytes_that_decide(store: str, monkeypatch, more: int) -> None:
+    class Plan:
+        near_bytes = 4 * 512 * 3 * 128 * 4 + more
+
+        mix = None
+
+    monkeypatch.setattr(worth, "make_plan", lambda *_, **__: Plan)
+    assert (why_dense(FfnConfig(store=store)) is not None) == bool(more)
+
+
+def test_a_store_that_cannot_be_opened_says_so_when_it_is_opened(tmp_path: Path) -> None:
+    assert why_dense(FfnConfig(store=str(tmp_path / "none"))) is None
