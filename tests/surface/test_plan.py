@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 
 import pytest
 import scipy.optimize
@@ -12,6 +13,7 @@ from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.adapter import cli_args
 from vllm_tiered.cli.main import main
 from vllm_tiered.config import TieredConfig
+from vllm_tiered.kv.layout import LayerStack
 from vllm_tiered.planner import choice_counts
 from vllm_tiered.planner import plan as planner_plan
 from vllm_tiered.planner.fit import evaluate_placements
@@ -294,21 +296,72 @@ def test_it_says_what_would_be_faster(model, capsys):
     assert any("more (12.00 GiB)" in change["change"] for change in changes)
 
 
+def served_by(out):
+    """Return the words of the printed command as options."""
+    (line,) = (x for x in out.splitlines() if x.startswith("  vllm serve"))
+    words = shlex.split(line)
+    return dict(zip(words, [*words[1:], ""], strict=True))
+
+
 def test_kv_swapping_is_planned_and_the_command_leaves_room_for_it(model, capsys):
-    assert plan(model, "--machine", "gh200", near="18") == 0
+    assert plan(model, "--machine", "gh200", near="20") == 0
     out = capsys.readouterr().out
     found = re.search(
         r"With KV swapping, which is on by default: (\d+) requests instead of (\d+),", out
     )
     assert found and int(found[1]) > int(found[2])
-    assert f"--max-num-seqs {found[1]}" in out and "--tiered-config.kv.far_gib " in out
-    assert plan(model, "--machine", "gh200", "--json", near="18") == 0
-    by_name = {p["placement"]: p for p in json.loads(capsys.readouterr().out)["placements"]}
+    options = served_by(out)
+    assert options["--max-num-seqs"] == found[1]
+    assert "--tiered-config.kv.expansion" not in options
+    assert plan(model, "--machine", "gh200", "--json", near="20") == 0
+    answer = json.loads(capsys.readouterr().out)
+    by_name = {p["placement"]: p for p in answer["placements"]}
     swapped = by_name["all near"]["kv_swapping"]
     assert swapped["served"]["requests"] > by_name["all near"]["requests"]
-    assert swapped["expansion"] > 1 and swapped["far_bytes"] > 0
+    assert swapped["expansion"] > 1 and swapped["is_adaptive"]
+    chosen = by_name[answer["chosen"]]["kv_swapping"]
+    far_gib = float(options["--tiered-config.kv.far_gib"])
+    assert 0 <= far_gib - chosen["far_bytes"] / 2**30 < 0.001 + 1e-9
     assert plan(model, "--max-num-seqs", "2", near="20") == 0
     assert "All 2 requests fit, so KV swapping has nothing to add." in capsys.readouterr().out
+
+
+def test_the_placement_that_is_best_with_kv_swapping_is_served(model, capsys):
+    """The engine's own choice would be another, so the command names the placement."""
+    asked = ("--machine", "h200-pcie5", "--prompt-tokens", "2048", "--output-tokens", "512")
+    assert plan(model, *asked, near="16") == 0
+    out = capsys.readouterr().out
+    assert "\nall near *" in out and "KV swapped" in out
+    assert "\nWith KV swapping, at a fixed expansion: 4 requests instead of 3, " in out
+    assert 'placement "auto", would be throughput, as it compares placements without' in out
+    options = served_by(out)
+    assert "--tiered-config.weights.placement" not in options
+    assert options["--max-num-seqs"] == "4"
+    assert plan(model, *asked, "--json", near="16") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["chosen"], answer["auto"]) == ("all near", "throughput")
+    (chosen,) = (p for p in answer["placements"] if p["placement"] == "all near")
+    fixed = float(options["--tiered-config.kv.expansion"])
+    assert LayerStack(32).num_far_for(fixed) == chosen["kv_swapping"]["far_layers"]
+
+
+def test_every_placement_may_be_served_as_planned(model, capsys, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_args.install()
+    for name in ("all near", "flexgen", "helm", "all_far", "latency", "throughput"):
+        only = property(
+            lambda made, name=name: next(f for f in made.results if f.placement == name)
+        )
+        monkeypatch.setattr(planner_plan.Plan, "chosen", only)
+        assert plan(model, near="16") == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x[:12] == "  vllm serve")
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        asked = parser.parse_args(["--model", *shlex.split(line)[2:]])
+        given = TieredConfig.from_dict((asked.additional_config or {}).get("tiered", {}))
+        assert given.weights.placement == ("off" if name == "all near" else name)
+        assert given.weights.percents == ((20, 80, 0) if name == "flexgen" else None)
 
 
 MIXTRAL = {

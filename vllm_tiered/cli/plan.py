@@ -139,6 +139,8 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: Plan, best: 
     load = plan.case.load
     _print_command(console, plan, best.placement, placement_command(args, load, best))
     console.print(plan_tables.swapping_line(best, load), soft_wrap=True)
+    if auto := plan_tables.auto_line(plan):
+        console.print(auto, soft_wrap=True)
     if plan.case.machine.far_tiers:
         console.print(plan_tables.far_tiers_line(best, plan.case.machine), soft_wrap=True)
     console.print()

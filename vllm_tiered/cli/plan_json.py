@@ -30,6 +30,7 @@ def to_json(
         "fits": plan.fits,
         "target": case.target,
         "chosen": SLOTS if plan.best_slots else best.placement if best else None,
+        "auto": plan.auto.placement if plan.auto else None,
         "model": {
             "family": shape.family,
             "num_layers": shape.num_layers,

@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tiered.energy.carbon import grams_co2e
+from vllm_tiered.kv.tuning import DEFAULT_TUNING
 from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
 from vllm_tiered.planner.fit import Fit, NoFit
+from vllm_tiered.planner.kv_swapping import SwappedKv
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import MemorySplit
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
+from vllm_tiered.planner.plan import Plan
 from vllm_tiered.planner.serving import ServingEstimate, Workload
 from vllm_tiered.planner.suggestions import Suggestion
 from vllm_tiered.units import format_bytes
@@ -65,9 +68,12 @@ def placements_table(
     with_energy = any(served.joules_per_token is not None for served in estimates)
     with_storage = any(fit.storage_bytes for fit in fitting)
     with_storage |= any(fit.storage_bytes for fit in others)
+    with_swapping = any(fit.swapped for fit in fitting)
     tiers = ("far", "stored") if with_storage else ("far",)
     table = _table("placement", "near", "buffers", *tiers, "KV", "requests")
-    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
+    swapping = ("KV swapped", "tokens/s") if with_swapping else ()
+    energy = _ENERGY if with_energy else ()
+    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *energy, *swapping):
         table.add_column(heading, justify="right")
     for fit in fitting:
         table.add_row(
@@ -78,6 +84,7 @@ def placements_table(
             *([format_bytes(fit.storage_bytes)] if with_storage else []),
             format_bytes(fit.kv_bytes),
             *_served_cells(fit.split.served, carbon_intensity),
+            *(_swapped_cells(fit.swapped) if with_swapping else []),
         )
     for fit_of_slots in others:
         table.add_row(
@@ -92,6 +99,12 @@ def placements_table(
     return table
 
 
+def _swapped_cells(swapped: SwappedKv | None) -> list[str]:
+    if swapped is None:
+        return ["", ""]
+    return [str(swapped.served.requests), f"{swapped.served.tokens_per_s:.1f}"]
+
+
 def slots_lines(slots: SlotsFit) -> list[str]:
     """Return lines about slots for experts."""
     return [
@@ -102,20 +115,44 @@ def slots_lines(slots: SlotsFit) -> list[str]:
 
 
 def swapping_line(fit: Fit, load: Workload) -> str:
-    """Return a line that says what KV swapping (`kv.expansion` "auto") adds."""
+    """Return a line that says what KV swapping adds."""
     swapped = fit.swapped
     if swapped is None:
         if fit.requests >= load.max_requests:
             return f"All {load.max_requests} requests fit, so KV swapping has nothing to add."
         return "KV swapping would gain nothing: what it reads costs more than requests it adds."
     served = swapped.served
-    return (
-        f"With KV swapping, which is on by default: {served.requests} requests instead of "
+    how = "which is on by default" if swapped.is_adaptive else "at a fixed expansion"
+    line = (
+        f"With KV swapping, {how}: {served.requests} requests instead of "
         f"{fit.requests}, {served.tokens_per_s:.1f} tokens/s instead of {fit.tokens_per_s:.1f}, "
         f"TBT {1e3 * served.decode_seconds:.1f} ms, stall {served.stall_share:.0%} (expansion "
         f"{swapped.expansion:.2f}, {swapped.far_layers} layers far, "
         f"{format_bytes(swapped.far_bytes)} of KV in far memory)."
     )
+    if not swapped.is_adaptive:
+        line += (
+            ' It is fixed because "auto" leaves a level at which compute waits for KV for more '
+            f"than {DEFAULT_TUNING.max_stall:.0%} of a step."
+        )
+    return line
+
+
+def auto_line(plan: Plan) -> str | None:
+    """Return a line that says what the engine would choose by itself, if it is something else."""
+    auto, chosen = plan.auto, plan.chosen
+    if auto is None or chosen is None or _are_same(auto, chosen):
+        return None
+    served = auto.served_for(plan.case.target)
+    return (
+        f'The engine\'s own choice, placement "auto", would be {auto.placement}, as it compares '
+        f"placements without KV swapping: TBT {1e3 * served.decode_seconds:.1f} ms, "
+        f"{served.tokens_per_s:.1f} tokens/s with {_many(served.requests)}."
+    )
+
+
+def _are_same(one: Fit, other: Fit) -> bool:
+    return one.split.placement.offloaded == other.split.placement.offloaded
 
 
 def far_tiers_line(fit: Fit, machine: Machine) -> str:

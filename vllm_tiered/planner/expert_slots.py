@@ -20,7 +20,7 @@ from functools import partial
 
 from vllm_tiered.planner.fit import NoFit
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import Target, baseline
+from vllm_tiered.planner.memory_split import Target, baseline, cost_of
 from vllm_tiered.planner.model_shape import ModelShape, RoutedExperts
 from vllm_tiered.planner.pipeline_time import StepTime
 from vllm_tiered.planner.serving import (
@@ -68,6 +68,10 @@ class SlotsFit:
     kv_bytes: int
     served: ServingEstimate
     alone: ServingEstimate
+
+    def served_for(self, target: Target) -> ServingEstimate:
+        """Return the prediction that counts for a target: of one request for latency, or of all."""
+        return self.alone if target == "latency" else self.served
 
 
 def plan_slots(
@@ -126,12 +130,7 @@ def plan_slots(
         slots = (room - load.kv_bytes(shape)) // expert_bytes
         alone = _served(shape, machine, load, min(slots, experts.num_experts), far_share, 1)
         return NoFit(placement=NAME, reason=str(limits.excess(alone)), budget="time", short_bytes=0)
-    best = min(
-        fits,
-        key=lambda fit: (
-            fit.alone.decode_seconds if target == "latency" else 1 / fit.served.tokens_per_s
-        ),
-    )
+    best = min(fits, key=lambda fit: cost_of(fit.served_for(target), target))
     return None if best.slots == experts.num_experts else best
 
 

@@ -13,8 +13,11 @@ Blocks, levels and the offloaded layers are the engine's (`kv/layout.py`, `kv/po
 model has at least as many other layers (windows, states) as layers of full attention, they are
 taken to lie between any two of these. All layers are taken to compute for equally long, and far
 weights to have the share of the link that they need without swapping. What a step writes, new full
-blocks and whole prompts, goes the other way. `kv.expansion="auto"` finds its level by measuring;
-here it is the one that is predicted to serve the most tokens.
+blocks and whole prompts, goes the other way.
+
+`kv.expansion="auto"` finds its level by measuring, and leaves one at which compute waits for KV for
+more than 1 % of a step. So such a level is planned only where it is worth a fixed `kv.expansion`,
+which keeps partial blocks near.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from vllm_tiered.kv.layout import (
     Level,
 )
 from vllm_tiered.kv.policy import interleave
+from vllm_tiered.kv.tuning import DEFAULT_TUNING
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.pipeline_time import StepTime
@@ -55,7 +59,7 @@ MAX_EXPANSION = KvConfig().max_expansion
 """The highest expansion that is planned: the engine's default."""
 
 _WORTHWHILE = 1.01
-"""Ratio of tokens/s below which swapping counts as no gain, as the predictions are no better."""
+"""Ratio of tokens/s below which a level counts as no better, as the predictions are no better."""
 
 _MOST_LEVELS = 24
 """Levels that are predicted; of a model with more, evenly spaced ones."""
@@ -73,6 +77,7 @@ class SwappedKv:
         partial_blocks_far: blocks that are not full are offloaded too.
         expansion: capacity relative to the same near memory without offloaded layers.
         far_bytes: far memory of the KV cache.
+        is_adaptive: `kv.expansion="auto"` holds the level; otherwise a fixed expansion does.
         served: prediction for as many requests as fit, or as the workload has.
     """
 
@@ -80,6 +85,7 @@ class SwappedKv:
     partial_blocks_far: bool
     expansion: float
     far_bytes: int
+    is_adaptive: bool
     served: ServingEstimate
 
 
@@ -93,8 +99,11 @@ def swap_kv(
     far_bytes: int,
     without: ServingEstimate,
     limits: Limits = NO_LIMITS,
+    may_fix: bool = True,
 ) -> SwappedKv | None:
     """Return the level that serves the most tokens/s; None if none serves more than no swapping.
+
+    A fixed level is taken if it serves more than the best one that "auto" holds.
 
     Args:
         shape: shape of the model.
@@ -105,6 +114,7 @@ def swap_kv(
         far_bytes: far memory that the weights leave.
         without: the prediction without swapping.
         limits: times that may not be exceeded.
+        may_fix: whether a fixed level is taken, at which few requests read far layers too.
     """
     if without.requests >= load.max_requests:
         return None
@@ -114,9 +124,12 @@ def swap_kv(
         if (found := _at_level(shape, machine, placement, load, level, kv_bytes, far_bytes, limits))
         and found.served.requests > without.requests
     ]
-    best = max(swapped, key=lambda found: found.served.tokens_per_s, default=None)
-    if best is None or best.served.tokens_per_s < _WORTHWHILE * without.tokens_per_s:
-        return None
+    best, rate = None, without.tokens_per_s
+    for is_adaptive in (True, False) if may_fix else (True,):
+        held = [found for found in swapped if found.is_adaptive is is_adaptive]
+        most = max(held, key=lambda found: found.served.tokens_per_s, default=None)
+        if most and most.served.tokens_per_s >= _WORTHWHILE * rate:
+            best, rate = most, most.served.tokens_per_s
     return best
 
 
@@ -265,7 +278,10 @@ def _at_level(
     far_bytes: int,
     limits: Limits,
 ) -> SwappedKv | None:
-    """Return the prediction at a level; None if no request fits, or is fast enough."""
+    """Return the prediction at a level.
+
+    None if no request fits or is fast enough, or if the engine would not stay there.
+    """
     levels, at = level
     geometry = levels.geometry(at)
     blocks = -(-load.tokens // load.block_tokens)
@@ -285,11 +301,18 @@ def _at_level(
     served = limits.most_requests(most, estimate)
     if served is None:
         return None
+    step = load.decode(served.requests)
+    swapped, alone = predict(step), predict_step(shape, machine, placement, step)
+    waits = (swapped.stall_seconds - alone.stall_seconds) / swapped.seconds
+    is_adaptive = waits <= DEFAULT_TUNING.max_stall
+    if not is_adaptive and not at.partial_blocks_resident:
+        return None
     return SwappedKv(
         far_layers=at.num_far,
         partial_blocks_far=not at.partial_blocks_resident,
         expansion=levels.expansion(at),
         far_bytes=held,
+        is_adaptive=is_adaptive,
         served=served,
     )
 

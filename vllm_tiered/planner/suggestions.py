@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_tiered.planner.fit import NoFit
+from vllm_tiered.planner.fit import NAMES, NoFit
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.plan import Case, is_better
 from vllm_tiered.planner.serving import ServingEstimate
@@ -18,9 +18,6 @@ BITS = {"8-bit (FP8, int8)": 8.25, "4-bit (AWQ, GPTQ, MXFP4)": 4.5}
 """Bits of a weight in quantised variants, their scales included (groups of 32 to 128)."""
 
 _FEWEST_TOKENS = 16
-
-_PLANS = ("latency", "throughput")
-"""The papers' placements are candidates of both plans, so these are the best there is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,4 +130,5 @@ def _longest(case: Case) -> int | None:
 
 
 def _best(case: Case) -> ServingEstimate | None:
-    return case.plan(_PLANS[:1] if case.target == "latency" else _PLANS).best
+    # The papers' placements are candidates of the plan for latency.
+    return case.plan(("latency",) if case.target == "latency" else NAMES).best
