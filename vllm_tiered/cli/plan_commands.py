@@ -34,11 +34,19 @@ def slots_command(args: argparse.Namespace, load: Workload, slots: SlotsFit) -> 
     """Return the words of the command that serves with experts in slots."""
     near = math.ceil(slots.slot_bytes / GIB * 1e3) / 1e3
     words = [f"--tiered-config.experts.near_gib {near:g}"]
+    if slots.placement != "all near":  # beside the slots, within a cap of its own
+        words.insert(0, f"--tiered-config.weights.placement {slots.placement}")
+    if slots.placement == "latency":
+        alone = math.ceil(slots.near_bytes / GIB * 1e3) / 1e3
+        words.insert(1, f"--tiered-config.weights.near_gib {alone:g}")
     if slots.storage_bytes:
-        words.append(f"--tiered-config.experts.far_gib {args.far_gib:g}")
+        far = math.floor(slots.far_bytes / GIB * 1e3) / 1e3
+        words.append(f"--tiered-config.experts.far_gib {far:g}")
         words.append("--tiered-config.experts.storage_path FOLDER")
     words.append(f"--kv-cache-memory-bytes {slots.kv_bytes}")
-    return _serve(args, load, words, slots.served.requests)
+    if slots.swapped:
+        words += _swapping_options(args, slots.swapped)
+    return _serve(args, load, words, slots.most_requests)
 
 
 def _serve(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.planner.kv_swapping import SwappedKv, swap_kv
+from vllm_tiered.planner.kv_swapping import PlainSteps, SwappedKv, swap_kv
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import (
     BASELINES,
@@ -281,7 +281,7 @@ def _fit(name: str, split: MemorySplit, asked: _Asked) -> Fit:
         swapped=swap_kv(
             shape,
             machine,
-            placement,
+            PlainSteps.of(shape, machine, placement),
             load,
             kv_bytes=split.kv_bytes,
             far_bytes=asked.room.far_bytes - placement.far_bytes,
