@@ -72,12 +72,13 @@ SHARED_LAYOUTS = {
     "vllm_tiered.experts.layout",
     "vllm_tiered.kv.layout",
     "vllm_tiered.kv.policy",
+    "vllm_tiered.kv.tuning",
     "vllm_tiered.weights.layout",
     "vllm_tiered.weights.placement",
     "vllm_tiered.weights.int4.layout",
     "vllm_tiered.ffn.layout",
 }
-"""Modules of the engine that the planner uses for sizes and placements; free of torch."""
+"""Modules of the engine that the planner uses for sizes, placements and rules; free of torch."""
 
 
 def sources() -> list[tuple[str, Path]]:

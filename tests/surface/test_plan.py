@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-tiered plan`: what it prints, and how it exits."""
 
+import contextlib
 import json
 import os
 import re
+import shlex
 
 import pytest
 import scipy.optimize
 
+from tests.fixtures import neuron_stores
 from tests.fixtures.model_configs import LLAMA_3_8B
 from vllm_tiered.adapter import cli_args
 from vllm_tiered.cli.main import main
-from vllm_tiered.config import TieredConfig
+from vllm_tiered.config import FfnConfig, TieredConfig
+from vllm_tiered.ffn.open import load_predictors, make_plan
+from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.kv.layout import LayerStack
 from vllm_tiered.planner import choice_counts
 from vllm_tiered.planner import plan as planner_plan
 from vllm_tiered.planner.fit import evaluate_placements
@@ -294,21 +300,73 @@ def test_it_says_what_would_be_faster(model, capsys):
     assert any("more (12.00 GiB)" in change["change"] for change in changes)
 
 
+def served_by(out):
+    """Return the words of the printed command as options."""
+    (line,) = (x for x in out.splitlines() if x.startswith("  vllm serve"))
+    words = shlex.split(line)
+    return dict(zip(words, [*words[1:], ""], strict=True))
+
+
 def test_kv_swapping_is_planned_and_the_command_leaves_room_for_it(model, capsys):
-    assert plan(model, "--machine", "gh200", near="18") == 0
+    assert plan(model, "--machine", "gh200", near="20") == 0
     out = capsys.readouterr().out
     found = re.search(
         r"With KV swapping, which is on by default: (\d+) requests instead of (\d+),", out
     )
     assert found and int(found[1]) > int(found[2])
-    assert f"--max-num-seqs {found[1]}" in out and "--tiered-config.kv.far_gib " in out
-    assert plan(model, "--machine", "gh200", "--json", near="18") == 0
-    by_name = {p["placement"]: p for p in json.loads(capsys.readouterr().out)["placements"]}
+    options = served_by(out)
+    assert options["--max-num-seqs"] == found[1]
+    assert "--tiered-config.kv.expansion" not in options
+    assert plan(model, "--machine", "gh200", "--json", near="20") == 0
+    answer = json.loads(capsys.readouterr().out)
+    by_name = {p["placement"]: p for p in answer["placements"]}
     swapped = by_name["all near"]["kv_swapping"]
     assert swapped["served"]["requests"] > by_name["all near"]["requests"]
-    assert swapped["expansion"] > 1 and swapped["far_bytes"] > 0
+    assert swapped["expansion"] > 1 and swapped["is_adaptive"]
+    chosen = by_name[answer["chosen"]]["kv_swapping"]
+    far_gib = float(options["--tiered-config.kv.far_gib"])
+    assert 0 <= far_gib - chosen["far_bytes"] / 2**30 < 0.001 + 1e-9
     assert plan(model, "--max-num-seqs", "2", near="20") == 0
     assert "All 2 requests fit, so KV swapping has nothing to add." in capsys.readouterr().out
+
+
+def test_the_placement_that_is_best_with_kv_swapping_is_served(model, capsys):
+    """The engine's own choice would be another, so the command names the placement."""
+    asked = ("--machine", "h200-pcie5", "--prompt-tokens", "2048", "--output-tokens", "512")
+    assert plan(model, *asked, near="16") == 0
+    out = capsys.readouterr().out
+    assert "\nall near *" in out and "KV swapped" in out
+    assert "\nWith KV swapping, at a fixed expansion: 4 requests instead of 3, " in out
+    assert 'placement "auto", would be throughput, as it compares placements without' in out
+    options = served_by(out)
+    assert "--tiered-config.weights.placement" not in options
+    assert options["--max-num-seqs"] == "4"
+    assert plan(model, *asked, "--json", near="16") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["chosen"], answer["auto"]) == ("all near", "throughput")
+    (chosen,) = (p for p in answer["placements"] if p["placement"] == "all near")
+    fixed = float(options["--tiered-config.kv.expansion"])
+    assert LayerStack(32).num_far_for(fixed) == chosen["kv_swapping"]["far_layers"]
+
+
+def test_every_placement_may_be_served_as_planned(model, capsys, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_args.install()
+    for name in ("all near", "flexgen", "helm", "all_far", "latency", "throughput"):
+
+        def only(made, name=name):
+            return next(fit for fit in made.results if fit.placement == name)
+
+        monkeypatch.setattr(planner_plan.Plan, "chosen", property(only))
+        assert plan(model, near="16") == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x[:12] == "  vllm serve")
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        asked = parser.parse_args(["--model", *shlex.split(line)[2:]])
+        given = TieredConfig.from_dict((asked.additional_config or {}).get("tiered", {}))
+        assert given.weights.placement == ("off" if name == "all near" else name)
+        assert given.weights.percents == ((20, 80, 0) if name == "flexgen" else None)
 
 
 MIXTRAL = {
@@ -343,8 +401,30 @@ def test_a_mixture_larger_than_near_memory_keeps_some_experts_there(
     answer = json.loads(capsys.readouterr().out)
     assert answer["chosen"] == "experts in slots"
     assert 2 <= answer["experts_in_slots"]["slots"] < 8
+    assert answer["experts_in_slots"]["kv_swapping"] is None  # all four requests fit
     assert plan(str(tmp_path), *args, near="0.9", far="1") == 3
     assert "experts in slots does not fit: 1.31 GiB of experts exceed" in capsys.readouterr().out
+
+
+def test_a_mixture_beside_swapped_kv_or_far_weights(tmp_path, answers, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    args = ("--machine", "gh200", "--output-tokens", "512", "--prompt-tokens", "512")
+    assert plan(str(tmp_path), *args, near="0.9") == 0
+    out = capsys.readouterr().out
+    found = re.search(r"\nWith KV swapping, .*: (\d+) requests instead of (\d+), ", out)
+    assert found and int(found[1]) > int(found[2])
+    options = served_by(out)
+    assert options["--max-num-seqs"] == found[1]
+    assert {"--tiered-config.experts.near_gib", "--tiered-config.kv.far_gib"} < options.keys()
+    assert plan(str(tmp_path), *args, "--json", near="0.9") == 0
+    slots = json.loads(capsys.readouterr().out)["experts_in_slots"]
+    assert slots["kv_swapping"]["served"]["requests"] == int(found[1])
+    # Other weights take 0.16 GiB, a token's experts 0.33, a request 0.01: some weights are far.
+    assert plan(str(tmp_path), *args, near="0.485") == 0
+    out = capsys.readouterr().out
+    assert "of the other weights are far, as near memory does not hold them beside" in out
+    assert served_by(out)["--tiered-config.weights.placement"] in ("latency", "all_far")
 
 
 def test_a_card_leaves_less_than_its_memory(model, capsys):
@@ -389,3 +469,74 @@ def test_more_far_memory_than_the_tiers_have_is_refused(model, capsys):
     assert plan(model, "--machine", "a100-dram-cxl-fpga", far="800") == 1
     said = capsys.readouterr().err
     assert "--far-gib 800 is more than the 768.00 GiB" in said and "DRAM, CXL" in said
+
+
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 640,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def stored_ffn(tmp_path, answers, monkeypatch):
+    """A model and the neuron store of its FFN."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    return str(folder), str(neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE))
+
+
+def test_a_neuron_store_is_planned_as_the_engine_does(stored_ffn, capsys):
+    model, folder = stored_ffn
+    args = ("--ffn-store", folder, "--max-num-seqs", "2")
+    assert plan(model, *args, "--json", near="1", far="1") == 0
+    found = json.loads(capsys.readouterr().out)["ffn_store"]
+    config = FfnConfig(store=folder, far_gib=1.0)
+    with contextlib.closing(NeuronStore.open(folder)) as store:
+        made = make_plan(config, store, load_predictors(store), num_ranks=1)
+    assert found["near_bytes"] == made.near_bytes
+    assert found["dense_bytes"] == 3 * 200 * 3 * 640 * 2
+    assert (found["missing_share"], found["is_calibrated"]) == (1.0, False)
+    assert plan(model, *args, near="1", far="1") == 0
+    out = capsys.readouterr().out
+    assert "The FFN from the store: " in out and "instead of 2.20 MiB. 100% of what a tok" in out
+    # Nothing needs fewer bytes, and few of them are of the FFN.
+    assert re.search(r"\nIt is not worth it: a variant in 4-bit .* would be 1\.\d times as", out)
+    assert plan(model, "--max-num-seqs", "2", near="1", far="1") == 0
+    assert "FFN from the store" not in capsys.readouterr().out
+
+
+def test_a_store_that_the_engine_would_refuse_is_refused(model, stored_ffn, tmp_path, capsys):
+    small, folder = stored_ffn
+    assert plan(model, "--ffn-store", folder) == 1
+    assert "holds 3 layers with 2304000 bytes of FFN" in capsys.readouterr().err
+    assert plan(small, "--ffn-store", str(tmp_path), near="1", far="1") == 1
+    assert str(tmp_path) in capsys.readouterr().err
+    disk = "it is not known how fast this machine reads the others from storage"
+    machine = ("--machine", "cpu-2core-ssd")
+    assert plan(small, "--ffn-store", folder, *machine, near="1", far="0.001") == 1
+    assert disk in capsys.readouterr().err
+    mixture = tmp_path / "mixture"
+    mixture.mkdir()
+    (mixture / "config.json").write_text(json.dumps(MIXTRAL))
+    assert plan(str(mixture), "--ffn-store", folder) == 1
+    assert "--ffn-store does not go with a mixture of experts" in capsys.readouterr().err
+
+
+def test_a_store_that_does_not_fit_says_what_it_takes(stored_ffn, capsys):
+    """Embeddings, head, attention and one request's KV take 92.3 MiB, which leaves 1."""
+    small, folder = stored_ffn
+    args = ("--ffn-store", folder, "--max-num-seqs", "1")
+    assert plan(small, *args, near="0.0912", far="1") in (0, 3)
+    assert "The FFN from the store does not fit: tiered.ffn.near_gib" in capsys.readouterr().out
+    assert plan(small, *args, "--max-tbt", "1", "--json", near="1", far="1") == 3
+    assert "with one request" in json.loads(capsys.readouterr().out)["ffn_store"]["reason"]

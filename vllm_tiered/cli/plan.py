@@ -14,6 +14,7 @@ from rich.console import Console
 from vllm_tiered.cli import plan_tables
 from vllm_tiered.cli.plan_arguments import add_arguments
 from vllm_tiered.cli.plan_commands import placement_command, slots_command
+from vllm_tiered.cli.plan_ffn import StorePlan, plan_store
 from vllm_tiered.cli.plan_json import to_json
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.assumptions import describe_gemms
@@ -49,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
     """Print every placement; return 0 if one fits, else 3."""
     case, card, figures = _read(args)
     plan = case.plan()
+    store = plan_store(args, plan) if args.ffn_store else None
     if args.json:
-        print(json.dumps(to_json(args, plan, card, figures), indent=2))
+        print(json.dumps(to_json(args, plan, card, figures, store), indent=2))
     else:
-        _print(args, plan, card, figures)
+        _print(args, plan, card, figures, store)
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -101,7 +103,13 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
     return case, card, figures
 
 
-def _print(args: argparse.Namespace, plan: Plan, card: CardMemory | None, figures: Figures) -> None:
+def _print(
+    args: argparse.Namespace,
+    plan: Plan,
+    card: CardMemory | None,
+    figures: Figures,
+    store: StorePlan | str | None,
+) -> None:
     console, case = plan_tables.make_console(), plan.case
     for line in plan_tables.model_lines(case.shape, case.load):
         console.print(line, soft_wrap=True)
@@ -116,11 +124,16 @@ def _print(args: argparse.Namespace, plan: Plan, card: CardMemory | None, figure
         console.print(line, soft_wrap=True)
     if slots:
         _print_command(console, plan, SLOTS, slots_command(args, case.load, slots))
-        for line in plan_tables.slots_lines(slots):
+        swapping = plan_tables.swapping_line(slots.swapped, slots.served, case.load)
+        for line in (*plan_tables.slots_lines(slots), swapping):
             console.print(line, soft_wrap=True)
         console.print()
     elif best:
         _print_chosen(console, args, plan, best)
+    if store is not None:
+        for line in plan_tables.store_lines(store, case.target):
+            console.print(line, soft_wrap=True)
+        console.print()
     if args.pareto:
         front = pareto_front(plan.results, plan.slots)
         console.print(plan_tables.pareto_table(front, intensity))
@@ -138,7 +151,10 @@ def _print(args: argparse.Namespace, plan: Plan, card: CardMemory | None, figure
 def _print_chosen(console: Console, args: argparse.Namespace, plan: Plan, best: Fit) -> None:
     load = plan.case.load
     _print_command(console, plan, best.placement, placement_command(args, load, best))
-    console.print(plan_tables.swapping_line(best, load), soft_wrap=True)
+    line = plan_tables.swapping_line(best.swapped, best.split.served, load)
+    console.print(line, soft_wrap=True)
+    if auto := plan_tables.auto_line(plan):
+        console.print(auto, soft_wrap=True)
     if plan.case.machine.far_tiers:
         console.print(plan_tables.far_tiers_line(best, plan.case.machine), soft_wrap=True)
     console.print()

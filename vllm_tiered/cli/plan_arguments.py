@@ -114,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="compression of the layers' matrices (default: none)",
     )
+    parser.add_argument(
+        "--ffn-store",
+        metavar="DIR",
+        help="add what computing the FFN from this neuron store (tiered.ffn, written by "
+        "`vllm-tiered prepare`) is predicted to bring, and whether something else is better",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from vllm_tiered.planner.expert_slots import SlotsFit
 from vllm_tiered.planner.fit import Fit
+from vllm_tiered.planner.kv_swapping import SwappedKv
+from vllm_tiered.planner.memory_split import FLEXGEN_PERCENTS
 from vllm_tiered.planner.serving import Workload
 from vllm_tiered.units import GIB
 
@@ -22,9 +24,8 @@ def placement_command(args: argparse.Namespace, load: Workload, best: Fit) -> li
     if args.storage and best.storage_bytes:
         words.append(f"--tiered-config.weights.far_gib {args.far_gib:g}")
         words.append("--tiered-config.weights.storage_path FOLDER")
-    if best.swapped:  # the budget is the server's, and a plan is of one rank
-        far = math.ceil(best.swapped.far_bytes * args.tensor_parallel_size / GIB * 1e3) / 1e3
-        words.append(f"--tiered-config.kv.far_gib {far:g}")
+    if best.swapped:
+        words += _swapping_options(args, best.swapped)
     # The planned number of requests: more would wait for KV blocks, or make the engine plan anew.
     return _serve(args, load, words, best.most_requests)
 
@@ -33,11 +34,19 @@ def slots_command(args: argparse.Namespace, load: Workload, slots: SlotsFit) -> 
     """Return the words of the command that serves with experts in slots."""
     near = math.ceil(slots.slot_bytes / GIB * 1e3) / 1e3
     words = [f"--tiered-config.experts.near_gib {near:g}"]
+    if slots.placement != "all near":  # beside the slots, within a cap of its own
+        words.insert(0, f"--tiered-config.weights.placement {slots.placement}")
+    if slots.placement == "latency":
+        alone = math.ceil(slots.near_bytes / GIB * 1e3) / 1e3
+        words.insert(1, f"--tiered-config.weights.near_gib {alone:g}")
     if slots.storage_bytes:
-        words.append(f"--tiered-config.experts.far_gib {args.far_gib:g}")
+        far = math.floor(slots.far_bytes / GIB * 1e3) / 1e3
+        words.append(f"--tiered-config.experts.far_gib {far:g}")
         words.append("--tiered-config.experts.storage_path FOLDER")
     words.append(f"--kv-cache-memory-bytes {slots.kv_bytes}")
-    return _serve(args, load, words, slots.served.requests)
+    if slots.swapped:
+        words += _swapping_options(args, slots.swapped)
+    return _serve(args, load, words, slots.most_requests)
 
 
 def _serve(
@@ -56,6 +65,19 @@ def _serve(
     return words
 
 
+def _swapping_options(args: argparse.Namespace, swapped: SwappedKv) -> list[str]:
+    """Return the options of `vllm serve` for a level of KV swapping.
+
+    Its far memory is also what keeps "auto" from a higher level.
+    """
+    # The budget is the server's, and a plan is of one rank.
+    far = math.ceil(swapped.far_bytes * args.tensor_parallel_size / GIB * 1e3) / 1e3
+    words = [f"--tiered-config.kv.far_gib {far:g}"]
+    if not swapped.is_adaptive:  # the engine takes the fewest far layers that give as much
+        words.append(f"--tiered-config.kv.expansion {math.floor(swapped.expansion * 1e4) / 1e4:g}")
+    return words
+
+
 def _engine_options(fit: Fit) -> list[str]:
     """Return the options of `vllm serve` for a placement; a budget is rounded so that it fits."""
     layers = fit.near_bytes + fit.buffer_bytes
@@ -63,6 +85,9 @@ def _engine_options(fit: Fit) -> list[str]:
     if fit.placement == "all near":
         return [kv_option]
     placement = f"--tiered-config.weights.placement {fit.placement}"
+    if fit.placement == "flexgen":
+        percents = shlex.quote(str(list(FLEXGEN_PERCENTS)).replace(" ", ""))
+        placement += f" --tiered-config.weights.percents {percents}"
     near_option = "--tiered-config.weights.near_gib"
     if fit.placement == "throughput":  # layers and KV cache share the budget
         together = math.floor((layers + fit.kv_bytes) / GIB * 1e3) / 1e3

@@ -5,6 +5,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from vllm_tiered.cli.plan_ffn import StorePlan
 from vllm_tiered.energy.carbon import grams_co2e
 from vllm_tiered.planner.assumptions import describe_gemms
 from vllm_tiered.planner.card_memory import CardMemory
@@ -21,7 +22,11 @@ from vllm_tiered.planner.suggestions import suggest
 
 
 def to_json(
-    args: argparse.Namespace, plan: Plan, card: CardMemory | None, figures: Figures
+    args: argparse.Namespace,
+    plan: Plan,
+    card: CardMemory | None,
+    figures: Figures,
+    store: StorePlan | str | None = None,
 ) -> dict[str, Any]:
     """Return all figures of a plan."""
     case, best = plan.case, plan.chosen
@@ -30,6 +35,7 @@ def to_json(
         "fits": plan.fits,
         "target": case.target,
         "chosen": SLOTS if plan.best_slots else best.placement if best else None,
+        "auto": plan.auto.placement if plan.auto else None,
         "model": {
             "family": shape.family,
             "num_layers": shape.num_layers,
@@ -60,6 +66,8 @@ def to_json(
         ],
         "experts_in_slots": None if plan.slots is None else _slots(plan.slots, args),
     }
+    if store is not None:
+        answer["ffn_store"] = _store(store, args.carbon_intensity)
     if args.pareto:
         answer["pareto"] = [
             {"plan": name, **_served(served, args.carbon_intensity)}
@@ -74,11 +82,28 @@ def to_json(
     return answer
 
 
+def _store(store: StorePlan | str, carbon_intensity: float) -> dict[str, Any]:
+    if isinstance(store, str):
+        return {"reason": store}
+    better = store.best_without
+    return {
+        **asdict(store.fit),
+        "served": _served(store.fit.served, carbon_intensity),
+        "is_calibrated": store.is_calibrated,
+        "best_without": better and {"plan": better[0], **_served(better[1], carbon_intensity)},
+    }
+
+
 def _slots(slots: SlotsFit | NoFit, args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(slots, NoFit):
         return asdict(slots)
-    served = _served(slots.served, args.carbon_intensity)
-    return {**asdict(slots), "served": served}
+    figures = asdict(slots)
+    del figures["swapped"]
+    return {
+        **figures,
+        "served": _served(slots.served, args.carbon_intensity),
+        "kv_swapping": _swapped(slots.swapped, args.carbon_intensity),
+    }
 
 
 def _experts(shape: ModelShape) -> dict[str, int] | None:

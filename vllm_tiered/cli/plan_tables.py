@@ -9,14 +9,18 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from vllm_tiered.cli.plan_ffn import StorePlan
 from vllm_tiered.energy.carbon import grams_co2e
+from vllm_tiered.kv.tuning import DEFAULT_TUNING
 from vllm_tiered.planner.bottleneck import Bottleneck, SublayerTimes
 from vllm_tiered.planner.expert_slots import NAME as SLOTS
 from vllm_tiered.planner.expert_slots import SlotsFit
 from vllm_tiered.planner.fit import Fit, NoFit
+from vllm_tiered.planner.kv_swapping import SwappedKv
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import MemorySplit
+from vllm_tiered.planner.memory_split import MemorySplit, Target, cost_of
 from vllm_tiered.planner.model_shape import ModelShape, bytes_by_class
+from vllm_tiered.planner.plan import Plan
 from vllm_tiered.planner.serving import ServingEstimate, Workload
 from vllm_tiered.planner.suggestions import Suggestion
 from vllm_tiered.units import format_bytes
@@ -65,9 +69,12 @@ def placements_table(
     with_energy = any(served.joules_per_token is not None for served in estimates)
     with_storage = any(fit.storage_bytes for fit in fitting)
     with_storage |= any(fit.storage_bytes for fit in others)
+    with_swapping = any(fit.swapped for fit in fitting) or any(fit.swapped for fit in others)
     tiers = ("far", "stored") if with_storage else ("far",)
     table = _table("placement", "near", "buffers", *tiers, "KV", "requests")
-    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *(_ENERGY if with_energy else ())):
+    swapping = ("KV swapped", "tokens/s") if with_swapping else ()
+    energy = _ENERGY if with_energy else ()
+    for heading in ("TTFT s", "TBT ms", "stall %", "tokens/s", *energy, *swapping):
         table.add_column(heading, justify="right")
     for fit in fitting:
         table.add_row(
@@ -78,44 +85,83 @@ def placements_table(
             *([format_bytes(fit.storage_bytes)] if with_storage else []),
             format_bytes(fit.kv_bytes),
             *_served_cells(fit.split.served, carbon_intensity),
+            *(_swapped_cells(fit.swapped) if with_swapping else []),
         )
     for fit_of_slots in others:
         table.add_row(
             SLOTS + (" *" if chosen == SLOTS else ""),
             format_bytes(fit_of_slots.near_bytes),
             format_bytes(fit_of_slots.slot_bytes),
-            format_bytes(fit_of_slots.far_bytes),
+            format_bytes(fit_of_slots.far_bytes + fit_of_slots.weights_far_bytes),
             *([format_bytes(fit_of_slots.storage_bytes)] if with_storage else []),
             format_bytes(fit_of_slots.kv_bytes),
             *_served_cells(fit_of_slots.served, carbon_intensity),
+            *(_swapped_cells(fit_of_slots.swapped) if with_swapping else []),
         )
     return table
 
 
+def _swapped_cells(swapped: SwappedKv | None) -> list[str]:
+    if swapped is None:
+        return ["", ""]
+    return [str(swapped.served.requests), f"{swapped.served.tokens_per_s:.1f}"]
+
+
 def slots_lines(slots: SlotsFit) -> list[str]:
     """Return lines about slots for experts."""
+    far = []
+    if slots.weights_far_bytes:
+        far = [
+            f"{format_bytes(slots.weights_far_bytes)} of the other weights are far, as near memory "
+            "does not hold them beside one token's experts."
+        ]
     return [
+        *far,
         f"{slots.slots} of {slots.num_experts} experts of each layer have a slot (the column of "
         f"buffers). One request alone: {1e3 * slots.alone.decode_seconds:.1f} ms a token.",
         "All experts are taken to be as likely. Routers repeat themselves, so this is the least.",
     ]
 
 
-def swapping_line(fit: Fit, load: Workload) -> str:
-    """Return a line that says what KV swapping (`kv.expansion` "auto") adds."""
-    swapped = fit.swapped
+def swapping_line(swapped: SwappedKv | None, without: ServingEstimate, load: Workload) -> str:
+    """Return a line that says what KV swapping adds."""
     if swapped is None:
-        if fit.requests >= load.max_requests:
+        if without.requests >= load.max_requests:
             return f"All {load.max_requests} requests fit, so KV swapping has nothing to add."
         return "KV swapping would gain nothing: what it reads costs more than requests it adds."
     served = swapped.served
-    return (
-        f"With KV swapping, which is on by default: {served.requests} requests instead of "
-        f"{fit.requests}, {served.tokens_per_s:.1f} tokens/s instead of {fit.tokens_per_s:.1f}, "
+    how = "which is on by default" if swapped.is_adaptive else "at a fixed expansion"
+    line = (
+        f"With KV swapping, {how}: {served.requests} requests instead of "
+        f"{without.requests}, {served.tokens_per_s:.1f} tokens/s instead of "
+        f"{without.tokens_per_s:.1f}, "
         f"TBT {1e3 * served.decode_seconds:.1f} ms, stall {served.stall_share:.0%} (expansion "
         f"{swapped.expansion:.2f}, {swapped.far_layers} layers far, "
         f"{format_bytes(swapped.far_bytes)} of KV in far memory)."
     )
+    if not swapped.is_adaptive:
+        line += (
+            ' It is fixed because "auto" leaves a level at which compute waits for KV for more '
+            f"than {DEFAULT_TUNING.max_stall:.0%} of a step."
+        )
+    return line
+
+
+def auto_line(plan: Plan) -> str | None:
+    """Return a line that says what the engine would choose by itself, if it is something else."""
+    auto, chosen = plan.auto, plan.chosen
+    if auto is None or chosen is None or _are_same(auto, chosen):
+        return None
+    served = auto.served_for(plan.case.target)
+    return (
+        f'The engine\'s own choice, placement "auto", would be {auto.placement}, as it compares '
+        f"placements without KV swapping: TBT {1e3 * served.decode_seconds:.1f} ms, "
+        f"{served.tokens_per_s:.1f} tokens/s with {_many(served.requests)}."
+    )
+
+
+def _are_same(one: Fit, other: Fit) -> bool:
+    return one.split.placement.offloaded == other.split.placement.offloaded
 
 
 def far_tiers_line(fit: Fit, machine: Machine) -> str:
@@ -154,6 +200,32 @@ def suggestion_lines(suggestions: Sequence[Suggestion], *, fits: bool) -> list[s
         f"{1e3 * suggestion.served.decode_seconds:.1f} ms, "
         f"{suggestion.served.tokens_per_s:.1f} tokens/s."
         for suggestion in suggestions
+    ]
+
+
+def store_lines(store: StorePlan | str, target: Target) -> list[str]:
+    """Return lines about the FFN from a neuron store, and whether it is worth it."""
+    if isinstance(store, str):
+        return [f"The FFN from the store does not fit: {store}"]
+    fit, own = store.fit, cost_of(store.fit.served_for(target), target)
+    measured = "measured on calibration text"
+    source = measured if store.is_calibrated else "the store has no calibration: none is near"
+    lines = [
+        f"The FFN from the store: {format_bytes(fit.near_bytes)} near instead of "
+        f"{format_bytes(fit.dense_bytes)}. {fit.missing_share:.0%} of what a token wants is loaded "
+        f"({source}). By its bytes alone, one request gets a token in "
+        f"{1e3 * fit.alone.decode_seconds:.1f} ms, and {_many(fit.served.requests)} "
+        f"{fit.served.tokens_per_s:.1f} tokens/s, TTFT {fit.served.prefill_seconds:.2f} s."
+    ]
+    better = store.best_without
+    if better is None or own <= cost_of(better[1], target):
+        return [*lines, "Nothing else that fits is predicted to be faster, so measure it."]
+    name, served = better
+    times = own / cost_of(served, target)
+    return [
+        *lines,
+        f"It is not worth it: {name} would be {times:.1f} times as fast "
+        f"({1e3 * served.decode_seconds:.1f} ms a token, {served.tokens_per_s:.1f} tokens/s).",
     ]
 
 

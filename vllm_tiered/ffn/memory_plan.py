@@ -54,6 +54,7 @@ class FfnPlan:
         has_base: the 4-bit buffer permanently holds every neuron. It ranks the neurons, and its
             activations of the low ranks are used.
         prefetches: neurons that later layers are predicted to want are read into far memory.
+        active_share: share of all neurons that a token's active ones are.
     """
 
     shape: FfnShape
@@ -64,6 +65,7 @@ class FfnPlan:
     table_bytes: int
     has_base: bool = False
     prefetches: bool = False
+    active_share: float = 1.0
 
     @property
     def dynamic_slots(self) -> dict[Precision, int]:
@@ -94,6 +96,37 @@ class FfnPlan:
     def near_bytes(self) -> int:
         """Bytes of everything near."""
         return self.cache_bytes + self.staging_bytes + self.table_bytes
+
+    def sparse_bytes(self, tokens: int) -> tuple[int, int] | None:
+        """Return the bytes that a layer's sparse step multiplies: of cached neurons, of the base.
+
+        Tokens are taken to want neurons independently of each other, so this is the most. A neuron
+        that several want has the best of their precisions.
+
+        Returns:
+            None if the step is dense, because the buffers do not hold what its tokens want.
+        """
+        if self.mix is None:
+            return None
+        neurons, cached, top, ranked = self.shape.neurons, 0, 0, 0
+        counts = self.mix.counts(math.ceil(self.active_share * neurons))
+        for precision, count in zip(Precision, counts, strict=True):
+            if precision not in self.cached:
+                continue
+            top += count
+            reached = round(neurons * (1 - (1 - top / neurons) ** tokens))
+            if reached - ranked > self.cache_slots[precision]:
+                return None
+            cached += (reached - ranked) * bundle_stride(self.shape, precision)
+            ranked = reached
+        base = neurons * bundle_stride(self.shape, Precision.INT4) if self.has_base else 0
+        return cached, base
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of a layer that a dense step streams."""
+        permanent = self.cache_slots[Precision.FULL] if self.mix is None else 0
+        return (self.shape.neurons - permanent) * bundle_stride(self.shape, self.streamed)
 
     @property
     def far_precisions(self) -> tuple[Precision, ...]:
@@ -181,6 +214,7 @@ def plan_mixed(
         num_far_layers=0,
         table_bytes=table_bytes,
         has_base=has_base,
+        active_share=active_share,
     )
     bare = replace(bare, num_far_layers=_num_far_layers(shape, bare.far_precisions, far_bytes))
     if near_bytes is None:

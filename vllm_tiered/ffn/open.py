@@ -172,6 +172,17 @@ def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
     return min(1.0, max(1.0 if share is None else float(share) for share in shares))
 
 
+def missing_share(store: NeuronStore) -> float | None:
+    """Return the share of a token's neurons that the last token's are not (M2Cache, 5.3).
+
+    It is the layers' mean on calibration text, of the active neurons (ReLU) or of the most
+    important quarter (others); None if `prepare` had no such text.
+    """
+    found = [_read_json(store, statistics_name(n)) for n in range(store.shape.num_layers)]
+    overlaps = [float(one["overlap"]) for one in found if one and "overlap" in one]
+    return 1 - sum(overlaps) / len(overlaps) if overlaps else None
+
+
 def _report(store: NeuronStore, layer: int) -> dict[str, Any]:
     """Return the report of a layer's trained predictor."""
     found: dict[str, Any] = read_header(store.file(predictor_name(layer)))["report"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.planner.kv_swapping import SwappedKv, swap_kv
+from vllm_tiered.planner.kv_swapping import PlainSteps, SwappedKv, swap_kv
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import (
     BASELINES,
@@ -54,7 +54,7 @@ class Fit:
             (:class:`ServingEstimate`).
         batches: estimates for 1, 2, 4, ... requests, up to ``requests``.
         split: the memory split that the figures come from.
-        swapped: the level of KV swapping that serves the most tokens; None if none gains.
+        swapped: the best level of KV swapping that the engine can hold; None if none gains.
     """
 
     placement: str
@@ -77,7 +77,16 @@ class Fit:
     @property
     def most_requests(self) -> int:
         """Requests at a time, with the KV cache swapped where that gains."""
-        return self.swapped.served.requests if self.swapped else self.requests
+        return self.served_for("throughput").requests
+
+    def served_for(self, target: Target) -> ServingEstimate:
+        """Return the prediction that counts for a target.
+
+        For latency it is of one request, otherwise of all, with the KV cache swapped if that gains.
+        """
+        if target == "latency":
+            return self.split.alone
+        return (self.swapped or self.split).served
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +104,22 @@ class NoFit:
     short_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What is asked of every placement; see :func:`evaluate_placements`."""
+
+    shape: ModelShape
+    machine: Machine
+    load: Workload
+    room: MemoryBudget
+    limits: Limits
+    target: Target
+
+    def for_requests(self, most: int) -> _Asked:
+        """Return the same for at most so many requests at a time."""
+        return replace(self, load=replace(self.load, max_requests=most))
+
+
 def evaluate_placements(
     shape: ModelShape,
     machine: Machine,
@@ -104,6 +129,7 @@ def evaluate_placements(
     *,
     has_storage: bool = False,
     limits: Limits = NO_LIMITS,
+    target: Target = "throughput",
     names: Sequence[str] = NAMES,
 ) -> Iterator[Fit | NoFit]:
     """Yield a result for each placement as the engine would make it, beginning with all near.
@@ -117,6 +143,7 @@ def evaluate_placements(
         near_bytes, far_bytes: the budgets; near memory includes embeddings, head and KV cache.
         has_storage: whether weights that exceed ``far_bytes`` are stored.
         limits: times that may not be exceeded; fewer requests are then served at a time.
+        target: what is optimised; for latency no level of KV swapping is fixed.
         names: the placements to evaluate.
 
     Raises:
@@ -130,26 +157,51 @@ def evaluate_placements(
     room = MemoryBudget(
         near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
     )
+    asked = _Asked(shape=shape, machine=machine, load=load, room=room, limits=limits, target=target)
     for name in names:
-        if name == "throughput" and not shape.may_share_with_kv:
-            continue
-        split = _split(name, shape, machine, load, room)
-        if split is None:
-            yield _explain_no_fit(name, shape, machine, load, near_bytes, far_bytes)
-            continue
-        excess = limits.excess(split.served)
-        within: MemorySplit | None = split
-        if excess:
-            within = _split_within(limits, name, split, shape, machine, load, room)
-        if within is None:
-            reason = limits.excess(split.alone) or str(excess)
-            yield NoFit(placement=name, reason=reason, budget="time", short_bytes=0)
-        else:
-            yield _fit(name, within, shape, machine, load, far_bytes, limits)
+        if name != "throughput":
+            yield _evaluate(name, asked)
+        elif shape.may_share_with_kv:
+            yield _evaluate_throughput(asked)
+
+
+def _evaluate_throughput(asked: _Asked) -> Fit | NoFit:
+    """Return the result of the plan for throughput that the engine makes as it is then started.
+
+    It plans for ``--max-num-seqs`` requests, so the plan has to be that for the requests it serves.
+    """
+    if asked.limits != NO_LIMITS:
+        # More requests than are best without limits are slower, and get no more tokens/s.
+        free = _evaluate_throughput(replace(asked, limits=NO_LIMITS))
+        if isinstance(free, Fit):
+            asked = asked.for_requests(free.most_requests)
+    result = _evaluate("throughput", asked)
+    while isinstance(result, Fit) and result.most_requests < asked.load.max_requests:
+        asked = asked.for_requests(result.most_requests)
+        result = _evaluate("throughput", asked)
+    return result
+
+
+def _evaluate(name: str, asked: _Asked) -> Fit | NoFit:
+    """Return the result of a placement."""
+    split = _split(name, asked)
+    if split is None:
+        return _explain_no_fit(name, asked)
+    excess = asked.limits.excess(split.served)
+    within = _split_within_limits(name, split, asked) if excess else split
+    if within is None:
+        reason = asked.limits.excess(split.alone) or str(excess)
+        return NoFit(placement=name, reason=reason, budget="time", short_bytes=0)
+    if excess and name == "throughput":  # with more requests it would be another split
+        asked = asked.for_requests(within.served.requests)
+    return _fit(name, within, asked)
 
 
 def chosen_placement(target: Target, results: Sequence[Fit | NoFit]) -> str | None:
-    """Return the name of the plan that ``placement="auto"`` takes; None if no plan fits."""
+    """Return the name of the plan that ``placement="auto"`` takes; None if no plan fits.
+
+    The engine compares them without KV swapping.
+    """
     plans = [fit for fit in results if isinstance(fit, Fit) and fit.placement in _PLANS]
     if not plans:
         return None
@@ -175,27 +227,18 @@ def plan_with_unbounded_far(
     return unbounded if is_better else None
 
 
-def _split(
-    name: str, shape: ModelShape, machine: Machine, load: Workload, room: MemoryBudget
-) -> MemorySplit | None:
+def _split(name: str, asked: _Asked) -> MemorySplit | None:
     """Return the split of a placement; None if it does not fit."""
+    given = (asked.shape, asked.machine, asked.load, asked.room)
     if name not in _PLANS:
-        return split_with(baseline(name, shape), shape, machine, load, room)
+        return split_with(baseline(name, asked.shape), *given)
     try:
-        return _PLANS[name](shape, machine, load, room)
+        return _PLANS[name](*given)
     except BudgetError:
         return None
 
 
-def _split_within(
-    limits: Limits,
-    name: str,
-    split: MemorySplit,
-    shape: ModelShape,
-    machine: Machine,
-    load: Workload,
-    room: MemoryBudget,
-) -> MemorySplit | None:
+def _split_within_limits(name: str, split: MemorySplit, asked: _Asked) -> MemorySplit | None:
     """Return the split for the most requests within the limits; None if one exceeds them.
 
     A plan is made anew for each number, as fewer requests leave room for more weights.
@@ -203,25 +246,19 @@ def _split_within(
     splits: dict[int, MemorySplit] = {}
 
     def estimate(requests: int) -> ServingEstimate | None:
-        made = _split(name, shape, machine, replace(load, max_requests=requests), room)
+        made = _split(name, asked.for_requests(requests))
         if made is None:
             return None
         splits[requests] = made
         return made.served
 
-    served = limits.most_requests(split.served.requests, estimate)
+    served = asked.limits.most_requests(split.served.requests, estimate)
     return next((made for made in splits.values() if made.served is served), None)
 
 
-def _fit(
-    name: str,
-    split: MemorySplit,
-    shape: ModelShape,
-    machine: Machine,
-    load: Workload,
-    far_bytes: int,
-    limits: Limits,
-) -> Fit:
+def _fit(name: str, split: MemorySplit, asked: _Asked) -> Fit:
+    shape, machine, load = asked.shape, asked.machine, asked.load
+    assert asked.room.far_bytes is not None
     placement, served = split.placement, split.served
     most = served.requests
     sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
@@ -244,19 +281,21 @@ def _fit(
         swapped=swap_kv(
             shape,
             machine,
-            placement,
+            PlainSteps.of(shape, machine, placement),
             load,
             kv_bytes=split.kv_bytes,
-            far_bytes=far_bytes - placement.far_bytes,
+            far_bytes=asked.room.far_bytes - placement.far_bytes,
             without=served,
-            limits=limits,
+            limits=asked.limits,
+            may_fix=asked.target == "throughput",
         ),
     )
 
 
-def _explain_no_fit(
-    name: str, shape: ModelShape, machine: Machine, load: Workload, near_bytes: int, far_bytes: int
-) -> NoFit:
+def _explain_no_fit(name: str, asked: _Asked) -> NoFit:
+    shape, machine, load, room = asked.shape, asked.machine, asked.load, asked.room
+    assert room.far_bytes is not None
+    near_bytes, far_bytes = room.near_bytes + shape.other_bytes, room.far_bytes
     one = load.kv_bytes(shape)
     fixed = shape.other_bytes + one
     if fixed > near_bytes:
@@ -279,8 +318,8 @@ def _explain_no_fit(
             short_bytes=short,
         )
     if name in _PLANS:
-        room = MemoryBudget(near_bytes=near_bytes - shape.other_bytes)
-        sets = milp_placements(shape, machine, load, room, 1)
+        unbounded = MemoryBudget(near_bytes=room.near_bytes)
+        sets = milp_placements(shape, machine, load, unbounded, 1)
         least = min(sets, key=lambda placement: placement.far_bytes, default=least)
     far = least.far_bytes
     return NoFit(

@@ -12,16 +12,21 @@ take as well:
 Blocks, levels and the offloaded layers are the engine's (`kv/layout.py`, `kv/policy.py`). Where a
 model has at least as many other layers (windows, states) as layers of full attention, they are
 taken to lie between any two of these. All layers are taken to compute for equally long, and far
-weights to have the share of the link that they need without swapping. What a step writes, new full
-blocks and whole prompts, goes the other way. `kv.expansion="auto"` finds its level by measuring;
-here it is the one that is predicted to serve the most tokens.
+weights and experts to have the share of the link that they need without swapping. What a step
+writes, new full blocks and whole prompts, goes the other way.
+
+`kv.expansion="auto"` finds its level by measuring, and leaves one at which compute waits for KV for
+more than 1 % of a step. So such a level is planned only where it is worth a fixed `kv.expansion`,
+which keeps partial blocks near.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from vllm_tiered.config import KvConfig
 from vllm_tiered.kv.layout import (
@@ -33,6 +38,7 @@ from vllm_tiered.kv.layout import (
     Level,
 )
 from vllm_tiered.kv.policy import interleave
+from vllm_tiered.kv.tuning import DEFAULT_TUNING
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.pipeline_time import StepTime
@@ -55,13 +61,30 @@ MAX_EXPANSION = KvConfig().max_expansion
 """The highest expansion that is planned: the engine's default."""
 
 _WORTHWHILE = 1.01
-"""Ratio of tokens/s below which swapping counts as no gain, as the predictions are no better."""
+"""Ratio of tokens/s below which a level counts as no better, as the predictions are no better."""
 
 _MOST_LEVELS = 24
 """Levels that are predicted; of a model with more, evenly spaced ones."""
 
 _MOST_OF_LINK = 0.95
 """The most of the link that far weights are taken to keep from the KV cache."""
+
+
+class PlainSteps(NamedTuple):
+    """Steps without KV swapping.
+
+    Attributes:
+        predict: predicts the time of a batch's step.
+        far_bytes: far memory of weights or experts.
+    """
+
+    predict: Callable[[Batch], StepTime]
+    far_bytes: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, machine: Machine, placement: Placement) -> PlainSteps:
+        """Return the steps with a placement of the weights."""
+        return cls(partial(predict_step, shape, machine, placement), placement.far_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +96,7 @@ class SwappedKv:
         partial_blocks_far: blocks that are not full are offloaded too.
         expansion: capacity relative to the same near memory without offloaded layers.
         far_bytes: far memory of the KV cache.
+        is_adaptive: `kv.expansion="auto"` holds the level; otherwise a fixed expansion does.
         served: prediction for as many requests as fit, or as the workload has.
     """
 
@@ -80,50 +104,57 @@ class SwappedKv:
     partial_blocks_far: bool
     expansion: float
     far_bytes: int
+    is_adaptive: bool
     served: ServingEstimate
 
 
 def swap_kv(
     shape: ModelShape,
     machine: Machine,
-    placement: Placement,
+    plain: PlainSteps,
     load: Workload,
     *,
     kv_bytes: int,
     far_bytes: int,
     without: ServingEstimate,
     limits: Limits = NO_LIMITS,
+    may_fix: bool = True,
 ) -> SwappedKv | None:
     """Return the level that serves the most tokens/s; None if none serves more than no swapping.
+
+    A fixed level is taken if it serves more than the best one that "auto" holds.
 
     Args:
         shape: shape of the model.
         machine: machine to predict for.
-        placement: placement of the weights.
+        plain: the steps without swapping.
         load: the workload.
         kv_bytes: near memory of the KV cache.
-        far_bytes: far memory that the weights leave.
+        far_bytes: far memory that weights and experts leave.
         without: the prediction without swapping.
         limits: times that may not be exceeded.
+        may_fix: whether a fixed level is taken, at which few requests read far layers too.
     """
     if without.requests >= load.max_requests:
         return None
     swapped = [
         found
         for level in _levels(shape, load, kv_bytes)
-        if (found := _at_level(shape, machine, placement, load, level, kv_bytes, far_bytes, limits))
+        if (found := _at_level(shape, machine, plain, load, level, kv_bytes, far_bytes, limits))
         and found.served.requests > without.requests
     ]
-    best = max(swapped, key=lambda found: found.served.tokens_per_s, default=None)
-    if best is None or best.served.tokens_per_s < _WORTHWHILE * without.tokens_per_s:
-        return None
+    best, rate = None, without.tokens_per_s
+    for is_adaptive in (True, False) if may_fix else (True,):
+        held = [found for found in swapped if found.is_adaptive is is_adaptive]
+        most = max(held, key=lambda found: found.served.tokens_per_s, default=None)
+        if most and most.served.tokens_per_s >= _WORTHWHILE * rate:
+            best, rate = most, most.served.tokens_per_s
     return best
 
 
 def swapped_step(
-    shape: ModelShape,
     machine: Machine,
-    placement: Placement,
+    plain: PlainSteps,
     batch: Batch,
     *,
     far_layers: Sequence[int],
@@ -135,9 +166,8 @@ def swapped_step(
     """Predict the time of a step that reads offloaded layers' KV before it computes them.
 
     Args:
-        shape: shape of the model.
         machine: machine to predict for.
-        placement: placement of the weights.
+        plain: the steps without swapping.
         batch: batch of the step.
         far_layers: the offloaded layers, ascending, among those of full attention.
         num_layers: number of layers of full attention.
@@ -145,11 +175,11 @@ def swapped_step(
         written_bytes: bytes that each offloaded layer writes.
         staging_buffers: buffers that the layers are read into.
     """
-    base = predict_step(shape, machine, placement, batch)
+    base = plain.predict(batch)
     if not far_layers:
         return base
     slower = slowdown(machine)
-    kv_gb_per_s = machine.next_far_gb_per_s(placement.far_bytes)
+    kv_gb_per_s = machine.next_far_gb_per_s(plain.far_bytes)
     left = 1.0 - min(_MOST_OF_LINK, base.link_seconds / base.seconds)
     read = slower.link * read_bytes / (kv_gb_per_s * 1e9 * left)
     write = slower.link * written_bytes / (machine.write_gb_per_s * 1e9)
@@ -194,7 +224,7 @@ def _stall(
 def level_step(
     shape: ModelShape,
     machine: Machine,
-    placement: Placement,
+    plain: PlainSteps,
     batch: Batch,
     levels: KvLevels,
     level: Level,
@@ -208,9 +238,8 @@ def level_step(
         written = levels.block_tokens
     order = interleave(levels.num_layers, level.num_far, levels.staging_buffers)
     return swapped_step(
-        shape,
         machine,
-        placement,
+        plain,
         batch,
         far_layers=order.offloaded,
         num_layers=levels.num_layers,
@@ -258,14 +287,17 @@ def _levels(shape: ModelShape, load: Workload, kv_bytes: int) -> list[tuple[KvLe
 def _at_level(
     shape: ModelShape,
     machine: Machine,
-    placement: Placement,
+    plain: PlainSteps,
     load: Workload,
     level: tuple[KvLevels, Level],
     kv_bytes: int,
     far_bytes: int,
     limits: Limits,
 ) -> SwappedKv | None:
-    """Return the prediction at a level; None if no request fits, or is fast enough."""
+    """Return the prediction at a level.
+
+    None if no request fits or is fast enough, or if the engine would not stay there.
+    """
     levels, at = level
     geometry = levels.geometry(at)
     blocks = -(-load.tokens // load.block_tokens)
@@ -277,19 +309,26 @@ def _at_level(
         return None
 
     def predict(batch: Batch) -> StepTime:
-        return level_step(shape, machine, placement, batch, levels, at)
+        return level_step(shape, machine, plain, batch, levels, at)
 
     def estimate(requests: int) -> ServingEstimate:
-        return estimate_with(predict, machine, load, requests, placement.far_bytes + held)
+        return estimate_with(predict, machine, load, requests, plain.far_bytes + held)
 
     served = limits.most_requests(most, estimate)
     if served is None:
+        return None
+    step = load.decode(served.requests)
+    swapped, alone = predict(step), plain.predict(step)
+    waits = (swapped.stall_seconds - alone.stall_seconds) / swapped.seconds
+    is_adaptive = waits <= DEFAULT_TUNING.max_stall
+    if not is_adaptive and not at.partial_blocks_resident:
         return None
     return SwappedKv(
         far_layers=at.num_far,
         partial_blocks_far=not at.partial_blocks_resident,
         expansion=levels.expansion(at),
         far_bytes=held,
+        is_adaptive=is_adaptive,
         served=served,
     )
 

@@ -8,9 +8,9 @@ engine and ``vllm-tiered plan`` use the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from vllm_tiered.errors import BudgetError
 from vllm_tiered.planner.latency_placement import (
@@ -29,6 +29,8 @@ from vllm_tiered.weights.placement import Placement, place, spill_to_storage
 
 Target = Literal["latency", "throughput"]
 TARGETS: tuple[Target, ...] = get_args(Target)
+
+P = TypeVar("P")
 
 FLEXGEN_PERCENTS = (20, 80, 0)
 """Near, far and storage percents that HeLM's paper gives to FlexGen (section V-A)."""
@@ -204,12 +206,26 @@ def pick_split(target: Target, splits: Sequence[MemorySplit]) -> MemorySplit:
     """
 
     def cost(split: MemorySplit) -> float:
-        is_latency = target == "latency"
-        return split.alone.decode_seconds if is_latency else 1 / split.served.tokens_per_s
+        return cost_of(split.alone if target == "latency" else split.served, target)
 
-    best = min(splits, key=cost)
-    own = [s for s in splits if s.placement.policy == target and cost(s) <= _AS_GOOD * cost(best)]
+    return pick(target, splits, cost, lambda split: split.placement.policy)
+
+
+def pick(
+    target: Target,
+    plans: Sequence[P],
+    cost: Callable[[P], float],
+    name: Callable[[P], str],
+) -> P:
+    """Return the plan with the least cost; the target's own if it costs at most 1 % more."""
+    best = min(plans, key=cost)
+    own = [p for p in plans if name(p) == target and cost(p) <= _AS_GOOD * cost(best)]
     return min(own, key=cost, default=best)
+
+
+def cost_of(served: ServingEstimate, target: Target) -> float:
+    """Return what a target minimises: seconds of a decode step, or of an output token."""
+    return served.decode_seconds if target == "latency" else 1 / served.tokens_per_s
 
 
 def target_for(max_requests: int) -> Target:

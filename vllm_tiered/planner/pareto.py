@@ -42,6 +42,8 @@ def _plans(
     if isinstance(slots, SlotsFit):
         yield NAME, slots.alone
         yield NAME, slots.served
+        if slots.swapped:
+            yield f"{NAME}, KV swapped", slots.swapped.served
 
 
 def _costs(served: ServingEstimate) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from vllm_tiered.planner.fit import (
 )
 from vllm_tiered.planner.host_compute import HostPlan, plan_host
 from vllm_tiered.planner.machine import Machine
-from vllm_tiered.planner.memory_split import MemorySplit, Target
+from vllm_tiered.planner.memory_split import MemorySplit, Target, cost_of, pick
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.serving import NO_LIMITS, Limits, ServingEstimate, Workload
 
@@ -52,7 +52,11 @@ class Case:
         """
         given = (self.shape, self.machine, self.load, self.near_bytes, self.far_bytes)
         results = evaluate_placements(
-            *given, has_storage=self.has_storage, limits=self.limits, names=names
+            *given,
+            has_storage=self.has_storage,
+            limits=self.limits,
+            target=self.target,
+            names=names,
         )
         slots = plan_slots(
             *given, target=self.target, has_storage=self.has_storage, limits=self.limits
@@ -86,7 +90,28 @@ class Plan:
 
     @property
     def chosen(self) -> Fit | None:
-        """The placement that ``weights.placement="auto"`` takes; None if none fits."""
+        """The best placement for the target, with KV swapping where it gains; None if none fits.
+
+        The target's own plan wins if it is as good as the best within 1 %.
+        """
+        fits, target = [fit for fit in self.results if isinstance(fit, Fit)], self.case.target
+        if not fits:
+            return None
+        return pick(
+            target,
+            fits,
+            lambda fit: cost_of(fit.served_for(target), target),
+            lambda fit: fit.placement,
+        )
+
+    @property
+    def auto(self) -> Fit | None:
+        """The plan that `weights.placement="auto"` would take; None if the engine has none.
+
+        The engine compares placements without KV swapping, so it may differ from :attr:`chosen`.
+        """
+        if not self.case.shape.may_share_with_kv:
+            return None
         name = chosen_placement(self.case.target, self.results)
         fits_by_name = {fit.placement: fit for fit in self.results if isinstance(fit, Fit)}
         return fits_by_name.get(name) if name else None
@@ -97,7 +122,7 @@ class Plan:
         if not isinstance(self.slots, SlotsFit):
             return None
         target, chosen = self.case.target, self.chosen
-        if chosen and is_better(_served(chosen, target), _served(self.slots, target), target):
+        if chosen and is_better(chosen.served_for(target), self.slots.served_for(target), target):
             return None
         return self.slots
 
@@ -109,7 +134,7 @@ class Plan:
         """
         best: ServingEstimate | None = None
         for fit in self._fitting():
-            served = _served(fit, self.case.target)
+            served = fit.served_for(self.case.target)
             if best is None or is_better(served, best, self.case.target):
                 best = served
         return best
@@ -137,14 +162,4 @@ class Plan:
 
 def is_better(one: ServingEstimate, other: ServingEstimate, target: Target) -> bool:
     """Return whether one prediction is better than another for a target."""
-    if target == "latency":
-        return one.decode_seconds < other.decode_seconds
-    return one.tokens_per_s > other.tokens_per_s
-
-
-def _served(fit: Fit | SlotsFit, target: Target) -> ServingEstimate:
-    if target == "latency":
-        return fit.alone if isinstance(fit, SlotsFit) else fit.split.alone
-    if isinstance(fit, SlotsFit):
-        return fit.served
-    return (fit.swapped or fit.split).served
+    return cost_of(one, target) < cost_of(other, target)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_tiered.planner.fit import NoFit
+from vllm_tiered.planner.fit import NAMES, NoFit
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.plan import Case, is_better
 from vllm_tiered.planner.serving import ServingEstimate
@@ -18,9 +18,6 @@ BITS = {"8-bit (FP8, int8)": 8.25, "4-bit (AWQ, GPTQ, MXFP4)": 4.5}
 """Bits of a weight in quantised variants, their scales included (groups of 32 to 128)."""
 
 _FEWEST_TOKENS = 16
-
-_PLANS = ("latency", "throughput")
-"""The papers' placements are candidates of both plans, so these are the best there is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +35,14 @@ class Suggestion:
 
 def suggest(case: Case) -> list[Suggestion]:
     """Return changes with which the model fits, or is predicted to be served faster."""
-    now = _best(case)
+    now = best_served(case)
     found = [
         Suggestion(change=change, served=served)
         for change, changed in _changes(case, fits=now is not None)
-        if (served := _best(changed)) and (now is None or is_better(served, now, case.target))
+        if (served := best_served(changed)) and (now is None or is_better(served, now, case.target))
     ]
     if now is None and (tokens := _longest(case)) is not None:
-        served = _best(replace(case, load=replace(case.load, prompt_tokens=tokens)))
+        served = best_served(replace(case, load=replace(case.load, prompt_tokens=tokens)))
         assert served is not None
         found.append(Suggestion(change=f"prompts of at most {tokens} tokens", served=served))
     return found
@@ -132,5 +129,7 @@ def _longest(case: Case) -> int | None:
     return low
 
 
-def _best(case: Case) -> ServingEstimate | None:
-    return case.plan(_PLANS[:1] if case.target == "latency" else _PLANS).best
+def best_served(case: Case) -> ServingEstimate | None:
+    """Return the prediction for the best placement, or experts in slots; None if none fits."""
+    # The papers' placements are candidates of the plan for latency.
+    return case.plan(("latency",) if case.target == "latency" else NAMES).best

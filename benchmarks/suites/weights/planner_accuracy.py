@@ -32,7 +32,7 @@ from benchmarks.inputs.workload import Request
 from vllm_tiered.kv.layout import KvLevels, LayerStack, Level
 from vllm_tiered.planner.built_model import built_shape
 from vllm_tiered.planner.from_probe import machine_from_probe
-from vllm_tiered.planner.kv_swapping import kv_levels, level_step
+from vllm_tiered.planner.kv_swapping import PlainSteps, kv_levels, level_step
 from vllm_tiered.planner.latency_placement import place_for_latency
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape, model_shape
@@ -228,7 +228,8 @@ def predict(
     if expansion is None:
         return sum(predict_step(shape, machine, placed, one).seconds for one in steps)
     levels, level = _level(shape, settings, expansion)
-    return sum(level_step(shape, machine, placed, one, levels, level).seconds for one in steps)
+    plain = PlainSteps.of(shape, machine, placed)
+    return sum(level_step(shape, machine, plain, one, levels, level).seconds for one in steps)
 
 
 def _expansion(placement: str) -> float | None:

@@ -10,8 +10,10 @@ from vllm_tiered.experts.layout import ExpertBundle, ExpertTensor, num_slots
 from vllm_tiered.planner.built_model import shape_of
 from vllm_tiered.planner.expert_slots import SlotsFit, plan_slots, slots_step
 from vllm_tiered.planner.fit import NoFit
+from vllm_tiered.planner.kv_swapping import PlainSteps, swapped_step
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
+from vllm_tiered.planner.pipeline_time import StepTime
 from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import Batch, predict_step, roofline
 
@@ -78,6 +80,98 @@ def test_the_engine_makes_the_planned_slots_of_the_planned_bytes():
     fit = plan(OTHERS + 5 * 2 * EXPERT + LOAD.kv_bytes(SHAPE), target="latency")
     bundle = ExpertBundle(tensors=(ExpertTensor(name="w", row_bytes=EXPERT),))
     assert num_slots(fit.slot_bytes, [bundle] * 2, num_experts=8, top_k=2) == fit.slots
+
+
+DEEP = shape_of(facts(layers=[MIXTURE] * 12, kv=[FULL] * 12))
+"""A model whose layers are enough to offload some of their KV, and weights and buffers to gain."""
+ROUTED = 12 * 8 * EXPERT
+DEEP_OTHERS = DEEP.layer_bytes - ROUTED
+MANY = dataclasses.replace(LOAD, max_requests=64)
+
+
+def deep(near, **options):
+    return plan(near, **{"far": 1 << 24, "load": MANY, "shape": DEEP, **options})
+
+
+def test_the_kv_cache_beside_slots_is_swapped():
+    near = DEEP.other_bytes + DEEP_OTHERS + 4 * 12 * EXPERT + MANY.kv_bytes(DEEP, 4)
+    fit = deep(near)
+    assert isinstance(fit, SlotsFit) and fit.swapped is not None
+    assert (fit.slots, fit.served.requests) == (4, 4)
+    assert 4 < fit.most_requests <= 16  # the engine expands four times at most
+    assert fit.served_for("throughput") == fit.swapped.served
+    # Near memory is divided as without swapping.
+    assert fit.kv_bytes == near - DEEP.other_bytes - fit.near_bytes - fit.slot_bytes
+    # Far memory holds both.
+    exactly = fit.far_bytes + fit.swapped.far_bytes
+    assert deep(near, far=exactly).swapped == fit.swapped
+    less = deep(near, far=exactly - 1).swapped
+    assert less is None or less.far_bytes < fit.swapped.far_bytes
+    assert deep(near, far=ROUTED).swapped is None
+
+
+def test_kv_has_the_share_of_the_link_that_experts_leave():
+    """Experts take half of it, so that a layer's KV takes twice as long."""
+    machine = dataclasses.replace(
+        MACHINE,
+        near_bytes_per_copied_byte=0,
+        step_overhead_ms=0,
+        request_overhead_us=0,
+        read_gb_per_s=1.0,
+    )
+    base = StepTime(seconds=4.0, link_seconds=2.0, stall_seconds=1.0)  # a layer takes 1 s
+
+    def step(read_bytes):
+        return swapped_step(
+            machine,
+            PlainSteps(lambda batch: base, far_bytes=ROUTED),
+            ONE,
+            far_layers=(1, 3),
+            num_layers=4,
+            read_bytes=read_bytes,
+            written_bytes=0,
+        )
+
+    assert step(0.5e9).seconds == pytest.approx(4.0)
+    # 2 s for layer 1, which is due after 1 s; layer 3 has its KV after 4 s, as it is due.
+    late = step(1e9)
+    assert (late.seconds, late.stall_seconds) == (pytest.approx(5.0), pytest.approx(2.0))
+
+
+def test_other_weights_are_far_where_they_leave_too_little_to_slots():
+    """Two slots a layer are the least, so that slots cannot be given up instead."""
+    least = 2 * 12 * EXPERT + MANY.kv_bytes(DEEP)
+    fit = deep(DEEP.other_bytes + DEEP_OTHERS + least)
+    assert isinstance(fit, SlotsFit)
+    assert (fit.placement, fit.slots, fit.weights_far_bytes) == ("all near", 2, 0)
+    near = DEEP.other_bytes + DEEP_OTHERS + least - 1
+    fit = deep(near)
+    assert isinstance(fit, SlotsFit)
+    weights = baseline("all_far", DEEP)
+    assert (fit.placement, fit.slots) == ("all_far", 2)
+    assert fit.weights_far_bytes == weights.far_bytes > 0
+    assert fit.near_bytes == weights.near_bytes - ROUTED
+    assert fit.kv_bytes == near - DEEP.other_bytes - fit.near_bytes - fit.slot_bytes
+    # Experts have the far memory that these weights leave, or a file.
+    far = ROUTED + weights.far_bytes
+    assert isinstance(deep(near, far=far), SlotsFit)
+    short = deep(near, far=far - 5)
+    assert isinstance(short, NoFit)
+    assert (short.budget, short.short_bytes) == ("far", 5)
+    stored = deep(near, far=far - ROUTED // 2, has_storage=True)
+    assert (stored.far_bytes, stored.storage_bytes) == (ROUTED // 2, ROUTED // 2)
+
+
+def test_far_weights_hide_behind_compute_alone():
+    weights = baseline("all_far", DEEP)
+    placed = predict_step(DEEP, MACHINE, weights, ONE)
+    plain = predict_step(DEEP, MACHINE, baseline("all near", DEEP), ONE)
+    experts = slots_step(DEEP, MACHINE, ONE, 4)
+    step = slots_step(DEEP, MACHINE, ONE, 4, weights=weights)
+    waits = experts.seconds - plain.seconds
+    assert waits > 0
+    assert step.seconds == pytest.approx(placed.seconds + waits)
+    assert step.link_seconds == pytest.approx(placed.link_seconds + experts.link_seconds)
 
 
 def test_what_is_short_is_said():

@@ -12,7 +12,7 @@ from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.unit.planner.test_built_model import DENSE, FULL, STATE, WINDOW, facts
 from vllm_tiered.kv.layout import KvLevels, Level
 from vllm_tiered.planner.built_model import shape_of
-from vllm_tiered.planner.kv_swapping import _stall, swap_kv, swapped_step
+from vllm_tiered.planner.kv_swapping import PlainSteps, _stall, swap_kv, swapped_step
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import MemoryBudget, baseline, split_with
 from vllm_tiered.planner.model_shape import model_shape
@@ -38,7 +38,7 @@ def plan(machine=GH200, *, kv_gib=2.0, far_gib=64.0, load=LOAD, shape=LLAMA, pla
     swapped = swap_kv(
         shape,
         machine,
-        placed,
+        PlainSteps.of(shape, machine, placed),
         load,
         kv_bytes=kv_bytes,
         far_bytes=int(far_gib * GIB),
@@ -65,9 +65,8 @@ def test_a_step_waits_for_what_its_link_has_not_read():
 
     def step(read_bytes):
         return swapped_step(
-            shape,
             machine,
-            baseline("all near", shape),
+            PlainSteps.of(shape, machine, baseline("all near", shape)),
             batch,
             far_layers=(1, 3),
             num_layers=4,

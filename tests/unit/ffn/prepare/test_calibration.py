@@ -9,7 +9,7 @@ import torch
 
 from tests.fixtures.tiny_models import LAYERS, tiny_model, tiny_tokenizer
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.open import perplexities
+from vllm_tiered.ffn.open import missing_share, perplexities
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.prepare.calibration import Calibration
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
@@ -65,6 +65,7 @@ def test_low_rank(model, text, tmp_path):
     assert prepare(model, out, group=16, predictor="low_rank", calibration=calibration(text))
     store = NeuronStore.open(out)
     fingerprint = Checkpoint(model).fingerprint
+    overlaps = []
     for layer in range(LAYERS):
         path = store.file(predictor_name(layer))
         predictor = load_predictor(path, fingerprint, first_neuron=16, num_neurons=32)
@@ -75,6 +76,8 @@ def test_low_rank(model, text, tmp_path):
         found = json.loads(store.file(statistics_name(layer)).read_text())
         assert 0 < found["active_share"] < 1
         assert found["num_tokens"] == 1200
+        overlaps.append(found["overlap"])
+    assert missing_share(store) == pytest.approx(1 - sum(overlaps) / LAYERS)
     mix = json.loads(store.file(MIX_FILE).read_text())
     assert mix["ranked_by"] == "low_rank"
     tried = {tuple(candidate["mix"]): candidate["entropy"] for candidate in mix["candidates"]}
