@@ -506,9 +506,11 @@ def test_a_neuron_store_is_planned_as_the_engine_does(stored_ffn, capsys):
     assert found["near_bytes"] == made.near_bytes
     assert found["dense_bytes"] == 3 * 200 * 3 * 640 * 2
     assert (found["missing_share"], found["is_calibrated"]) == (1.0, False)
+    assert "the dense FFN needs 2.20 MiB" in found["steps_aside"]
     assert plan(model, *args, near="1", far="1") == 0
     out = capsys.readouterr().out
     assert "The FFN from the store: " in out and "instead of 2.20 MiB. 100% of what a tok" in out
+    assert "\nWith default settings the engine leaves the FFN to vLLM: the neurons need " in out
     # Nothing needs fewer bytes, and few of them are of the FFN.
     assert re.search(r"\nIt is not worth it: a variant in 4-bit .* would be 1\.\d times as", out)
     assert plan(model, "--max-num-seqs", "2", near="1", far="1") == 0

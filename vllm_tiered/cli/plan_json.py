@@ -90,6 +90,7 @@ def _store(store: StorePlan | str, carbon_intensity: float) -> dict[str, Any]:
         **asdict(store.fit),
         "served": _served(store.fit.served, carbon_intensity),
         "is_calibrated": store.is_calibrated,
+        "steps_aside": store.why_dense,
         "best_without": better and {"plan": better[0], **_served(better[1], carbon_intensity)},
     }
 

@@ -217,6 +217,9 @@ def store_lines(store: StorePlan | str, target: Target) -> list[str]:
         f"{1e3 * fit.alone.decode_seconds:.1f} ms, and {_many(fit.served.requests)} "
         f"{fit.served.tokens_per_s:.1f} tokens/s, TTFT {fit.served.prefill_seconds:.2f} s."
     ]
+    if store.why_dense is not None:
+        aside = f"With default settings the engine leaves the FFN to vLLM: {store.why_dense}."
+        lines.append(aside)
     better = store.best_without
     if better is None or own <= cost_of(better[1], target):
         return [*lines, "Nothing else that fits is predicted to be faster, so measure it."]
