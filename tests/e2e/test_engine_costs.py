@@ -70,7 +70,7 @@ def test_a_small_engine_tells_its_costs():
     assert 1e-5 < costs["layer_seconds"] < 0.1
     assert 1e-5 < costs["step_seconds"] < 1
     for rate in ("decode_kv_bytes_per_s", "decode_operations_per_s", "prompt_operations_per_s"):
-        assert 1e8 < costs[rate] < 1e14  # noise may make one part a thousandth of the time
+        assert 1e8 < costs[rate] < 1e15  # noise may make it a thousand times too fast
 
 
 def test_an_engine_that_does_not_start_says_why():
