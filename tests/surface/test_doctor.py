@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.fixtures import neuron_stores
 from vllm_tiered import __version__
 from vllm_tiered.adapter import compat, distribution, extension_points
 from vllm_tiered.cli import doctor
@@ -216,3 +217,17 @@ def test_version_and_usage(capsys):
         main([])
     assert exit_.value.code == 2
     assert "required" in capsys.readouterr().err
+
+
+def test_a_store_that_is_of_no_use_or_is_none(tmp_path, monkeypatch):
+    store = neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE)
+    file = tmp_path / "tiered.toml"
+    monkeypatch.setenv("VLLM_TIERED_CONFIG", str(file))
+    file.write_text(f"[ffn]\nstore = '{store}'\n")
+    check = doctor.check_config_file()
+    assert check.status is Status.WARN and "the sparse FFN will step aside: the ne" in check.found
+    file.write_text(f"[ffn]\nstore = '{store}'\nnear_gib = 1\n")
+    assert doctor.check_config_file().status is Status.OK
+    file.write_text(f"[ffn]\nstore = '{tmp_path}'\n")
+    check = doctor.check_config_file()
+    assert check.status is Status.FAIL and "is no neuron store" in check.found

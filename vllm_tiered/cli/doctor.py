@@ -24,7 +24,7 @@ from vllm_tiered.cli.check import Check, Status, format_ranges
 from vllm_tiered.cli.doctor_hardware import check_disks, check_gpu_links, check_numa_nodes
 from vllm_tiered.config import ROOT_KEY, TieredConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.units import GIB, format_bytes
 
 PYTHON_RANGE = ((3, 11), (3, 13))
@@ -161,14 +161,29 @@ def check_config_file() -> Check:
     path = os.environ.get(CONFIG_FILE_VARIABLE)
     if path is None:
         return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found="not set")
+    aside = None
     try:
-        TieredConfig.from_file(path)
-    except ConfigError as error:
+        config = TieredConfig.from_file(path)
+        if config.ffn.store is not None:
+            # Imported here because torch takes seconds.
+            from vllm_tiered.ffn.store.reader import check_store
+            from vllm_tiered.ffn.worth import why_dense
+
+            check_store(Path(config.ffn.store))
+            aside = why_dense(config.ffn)
+    except (ConfigError, IntegrityError) as error:
         return Check(
             name=CONFIG_FILE_VARIABLE,
             status=Status.FAIL,
             found=str(error),
             advice="correct the file, or unset the variable",
+        )
+    if aside is not None:
+        return Check(
+            name=CONFIG_FILE_VARIABLE,
+            status=Status.WARN,
+            found=f"{path}: valid, but the sparse FFN will step aside: {aside}",
+            advice="serve a quantised checkpoint, or set ffn.near_gib",
         )
     return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found=f"{path}: valid")
 
