@@ -233,9 +233,38 @@ def test_too_little_near_memory_is_an_error_with_the_numbers() -> None:
         pytest.fail("the engine started")
 
 
+@torch.library.custom_op("tiered_tests::gemm_wna16", mutates_args=())
+def opaque_gemm_wna16(
+    input: torch.Tensor,
+    q_weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    pack_factor: int,
+    isa_hint: str,
+) -> torch.Tensor:
+    """Multiply as one operation, as vLLM's op is."""
+    return gemm_wna16(input, q_weight, scales, zeros, bias, pack_factor, isa_hint)
+
+
+@opaque_gemm_wna16.register_fake
+def _(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
+    return input.new_empty(*input.shape[:-1], scales.shape[1])
+
+
+def test_what_unpacks_weights_first_is_not_compiled(reference_ops) -> None:
+    """Operations on weights alone might run before the wait: tokens were wrong by chance."""
+    with (
+        pytest.raises(UnsupportedError, match=r"weight_packed.* unpacked .* --enforce-eager"),
+        engine("qwen2-compressed_int4", KV_OFF, weights=PLACEMENTS[0], enforce_eager=False) as llm,
+    ):
+        generate(llm, PROMPTS)
+
+
 @pytest.mark.slow
-def test_compiled(reference_ops) -> None:
+def test_compiled(reference_ops, monkeypatch) -> None:
     """In 4 bit: of FP8 compiled for this processor, vLLM alone gives one token for ever."""
+    monkeypatch.setattr(vllm_ops, "cpu_gemm_wna16", opaque_gemm_wna16)
     expected = expected_tokens("compressed_int4")
     name = "qwen2-compressed_int4"
     with engine(name, KV_OFF, weights=PLACEMENTS[0], enforce_eager=False) as llm:

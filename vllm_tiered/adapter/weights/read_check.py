@@ -8,10 +8,15 @@ tensors that any operation gets:
 
     in a weight buffer, and of the module that computes       as it should be
     in a weight buffer, and of no module that computes        an error that names the parameter
+
+Compiled code has its operations in another order. The wait for weights changes the module's input,
+so all that is computed from the input stays behind it. A quantization method that unpacks weights
+first, from nothing but weights, might do so before they have arrived, and would be right or wrong
+by chance. It is an error if the model will be compiled.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +52,8 @@ class _ReadRecorder(TorchDispatchMode):
 
     Attributes:
         found: names of the parameters.
+        unpacked: names of the parameters that their own module reads in an operation without
+            anything that is computed from its input.
     """
 
     def __init__(self, parameters: Sequence[FarParameter]) -> None:
@@ -55,23 +62,32 @@ class _ReadRecorder(TorchDispatchMode):
         self._memory = {one.parameter.untyped_storage().data_ptr() for one in parameters}
         self._computing: list[nn.Module] = []
         self.found: list[str] = []
+        self.unpacked: list[str] = []
+        # What is computed from the input of the module that computes; kept, so that its memory is
+        # not used again.
+        self._derived: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _makes_view(func):
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, torch.Tensor):
-                    self._check(value)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        tensors = _tensors_in((args, kwargs))
+        if _is_view(func, tensors, result):
+            return result
+        is_derived = any(_memory_of(one) in self._derived for one in tensors)
+        for tensor in tensors:
+            self._check(tensor, is_derived=is_derived)
+        if is_derived:
+            self._derive([*_tensors_in(result), *_written(func, args, kwargs)])
+        return result
 
     @contextmanager
     def computing(self, parameters: Sequence[FarParameter]) -> Iterator[None]:
         """Record which modules compute, while the context is open."""
         handles = []
         for module in dict.fromkeys(reader_of(one) for one in parameters):
-            handles.append(module.register_forward_pre_hook(self._begin))
+            handles.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end))
         try:
             yield
@@ -79,22 +95,29 @@ class _ReadRecorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._computing.append(module)
+        self._derive(_tensors_in((args, kwargs)))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._computing.remove(module)
+        if not self._computing:
+            self._derived.clear()
 
-    def _check(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return
-        if not tensor.numel() or tensor.untyped_storage().data_ptr() not in self._memory:
+    def _derive(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._derived |= {_memory_of(tensor): tensor for tensor in tensors}
+
+    def _check(self, tensor: torch.Tensor, *, is_derived: bool) -> None:
+        if not tensor.numel() or _memory_of(tensor) not in self._memory:
             return
         owners = [one for one in self._ranges if one.contains(tensor.data_ptr())]
         parts = {id(part) for module in self._computing for part in module.modules()}
         if not any(id(one.parameter.owner) in parts for one in owners):
             names = {f"{one.parameter.path}.{one.parameter.leaf}" for one in owners}
             self.found += sorted(names - {*self.found})
+        elif not is_derived:
+            names = {f"{one.parameter.path}.{one.parameter.leaf}" for one in owners}
+            self.unpacked += sorted(names - {*self.unpacked})
 
 
 def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: BaseOffloader) -> None:
@@ -106,7 +129,8 @@ def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: Base
         offloader: the offloader that loads them, whose own copies are no reads.
 
     Raises:
-        UnsupportedError: another place reads or holds a parameter; the message names it.
+        UnsupportedError: another place reads or holds a parameter, or the model will be compiled
+            and a module unpacks one first; the message names it.
     """
     _check_owners(runner.model, parameters)
     recorder = _ReadRecorder(parameters)
@@ -129,6 +153,17 @@ def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: Base
             f"{type(runner.model).__name__} reads {', '.join(recorder.found)} outside of the "
             "modules that own them, where nothing waits for far weights: set weights.placement=off"
         )
+    if recorder.unpacked and _is_compiled(runner):
+        raise UnsupportedError(
+            f"{', '.join(recorder.unpacked)} are unpacked before they are multiplied, and compiled "
+            "code might do that before far weights have arrived: start with --enforce-eager, or "
+            "set weights.placement=off"
+        )
+
+
+def _is_compiled(runner: Any) -> bool:
+    config = runner.vllm_config
+    return not config.model_config.enforce_eager and bool(config.compilation_config.mode)
 
 
 def _check_owners(model: nn.Module, parameters: Sequence[FarParameter]) -> None:
@@ -193,10 +228,46 @@ def _not_compiled(runner: Any) -> Iterator[None]:
             setattr(module, "do_not_compile", False)  # noqa: B010
 
 
-def _makes_view(func: Any) -> bool:
-    """Return whether an operation returns a view of its input, and reads none of its bytes."""
-    infos = [result.alias_info for result in func._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
+def _is_view(func: Any, tensors: Sequence[torch.Tensor], result: Any) -> bool:
+    """Return whether an operation has returned a view of its input, and read none of its bytes.
+
+    Some return a view or a copy (``reshape``, ``contiguous``, ``to``).
+    """
+    infos = [one.alias_info for one in func._schema.returns]
+    if not any(info is not None and not info.is_write for info in infos):
+        return False
+    memory = {_memory_of(tensor) for tensor in tensors}
+    return all(_memory_of(one) in memory for one in _tensors_in(result))
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results that have memory."""
+    return [
+        value
+        for value in tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+    ]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes to."""
+    given = {
+        **dict(zip((one.name for one in func._schema.arguments), args, strict=False)),
+        **kwargs,
+    }
+    return _tensors_in(
+        [
+            given.get(one.name)
+            for one in func._schema.arguments
+            if one.alias_info is not None and one.alias_info.is_write
+        ]
+    )
 
 
 def _range_of(one: FarParameter) -> _Range:
