@@ -128,7 +128,7 @@ def w4a16_seconds(
         with one_rank():
             gemms = [_w4a16_linear(shape, dtype, near_device) for _ in range(count)]
         gemms[0](torch.zeros((1, in_features), dtype=dtype, device=near_device))
-    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+    except (AttributeError, ImportError, NotImplementedError, RuntimeError, ValueError):
         return []  # how vLLM and PyTorch say that a kernel is missing
     return _in_turns(gemms, _inputs(rows, in_features, dtype, near_device), seconds)
 
