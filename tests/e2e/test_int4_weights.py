@@ -275,6 +275,6 @@ def test_budgets_are_those_of_compressed_weights() -> None:
 def test_a_weight_that_was_replaced_while_loading() -> None:
     with engine("opt", KV_OFF, weights=ALL_FAR):
         linear = get_offloader()._compressed[0]
-        linear._module.weight = torch.nn.Parameter(torch.zeros(64, 64))
+        linear.module.weight = torch.nn.Parameter(torch.zeros(64, 64))
         with pytest.raises(UnsupportedError, match="was replaced by another tensor"):
             linear.multiply_compressed()

@@ -56,12 +56,15 @@ class CompressedLinear:
 
     Args:
         module: vLLM's layer, not loaded yet. From now on vLLM neither packs nor moves its weight.
+
+    Attributes:
+        module: the layer. Its GEMM is one op where it is compiled.
     """
 
     def __init__(self, module: nn.Module) -> None:
         assert isinstance(module.weight, nn.Parameter)
         self.weight = module.weight
-        self._module = module
+        self.module = module
         self._rows = len(module.weight)
         disable_weight_processing(module)
 
@@ -71,13 +74,13 @@ class CompressedLinear:
         Raises:
             UnsupportedError: the layer's weight was replaced after the layer was built.
         """
-        if self._module.weight is not self.weight:
+        if self.module.weight is not self.weight:
             raise UnsupportedError(
                 "a weight was replaced by another tensor while the model was loaded (packed, or "
                 'quantized), so it cannot be compressed: set weights.compress to "none"'
             )
         # Each layer has its own quant_method object.
-        setattr(self._module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
+        setattr(self.module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
 
     def compress(self, near_device: torch.device) -> None:
         """Compress the weight into near memory, and free the memory it was loaded to."""

@@ -304,7 +304,8 @@ class TieredOffloader(BaseOffloader):
         """
         self.is_checked = True
         if self._far:
-            check_reads(runner, self._far, self)
+            opaque = [linear.module for linear in self._compressed]
+            check_reads(runner, self._far, self, opaque)
         self._use_at_start = self._use_before = self._use()
 
     def take_use(self) -> dict[str, float]:

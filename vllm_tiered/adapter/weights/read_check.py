@@ -16,7 +16,7 @@ by chance. It is an error if the model will be compiled.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,8 +56,11 @@ class _ReadRecorder(TorchDispatchMode):
             anything that is computed from its input.
     """
 
-    def __init__(self, parameters: Sequence[FarParameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[FarParameter], opaque: Collection[nn.Module] = ()
+    ) -> None:
         super().__init__()
+        self._opaque = {id(module) for module in opaque}
         self._ranges = [_range_of(one) for one in parameters]
         self._memory = {one.parameter.untyped_storage().data_ptr() for one in parameters}
         self._computing: list[nn.Module] = []
@@ -115,25 +118,31 @@ class _ReadRecorder(TorchDispatchMode):
         if not any(id(one.parameter.owner) in parts for one in owners):
             names = {f"{one.parameter.path}.{one.parameter.leaf}" for one in owners}
             self.found += sorted(names - {*self.found})
-        elif not is_derived:
+        elif not is_derived and not any(id(one.parameter.owner) in self._opaque for one in owners):
             names = {f"{one.parameter.path}.{one.parameter.leaf}" for one in owners}
             self.unpacked += sorted(names - {*self.unpacked})
 
 
-def check_reads(runner: Any, parameters: Sequence[FarParameter], offloader: BaseOffloader) -> None:
+def check_reads(
+    runner: Any,
+    parameters: Sequence[FarParameter],
+    offloader: BaseOffloader,
+    opaque: Collection[nn.Module] = (),
+) -> None:
     """Run dummy tokens, and check that modules alone read their offloaded parameters.
 
     Args:
         runner: vLLM's model runner, with the model loaded.
         parameters: the offloaded parameters.
         offloader: the offloader that loads them, whose own copies are no reads.
+        opaque: modules whose GEMM is a single operation once it is compiled.
 
     Raises:
         UnsupportedError: another place reads or holds a parameter, or the model will be compiled
             and a module unpacks one first; the message names it.
     """
     _check_owners(runner.model, parameters)
-    recorder = _ReadRecorder(parameters)
+    recorder = _ReadRecorder(parameters, opaque)
     try:
         with (
             recorder.computing(parameters),
