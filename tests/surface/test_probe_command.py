@@ -10,7 +10,7 @@ import torch
 
 from tests.fixtures.model_configs import LLAMA_3_8B
 from tests.fixtures.probes import TINY, sample_probe
-from vllm_tiered.adapter import compat, step_probe
+from vllm_tiered.adapter import compat, device, step_probe
 from vllm_tiered.adapter.weights import engine_gemm
 from vllm_tiered.cli import probe
 from vllm_tiered.cli.main import main
@@ -114,6 +114,28 @@ def test_where_vllm_does_not_compute_torchs_gemms_are_timed_and_that_is_said(
     assert written["step_costs"] is None and engine == []
     assert "vLLM does not compute on this machine's cpu" in capsys.readouterr().err
     assert engine_gemm.engine_products(torch.device("cpu")).near is TORCH.near
+
+
+def test_near_memory_is_the_gpus_where_vllm_computes_on_one(engine, monkeypatch, capsys):
+    card, seen = torch.device("cuda", 1), []
+
+    def run_probe(device, near_device, scope, *, step_costs, **_):
+        seen.append(near_device)
+        written = {**sample_probe(), "step_costs": step_costs()}
+        written["machine"]["device"] = near_device.type
+        return written
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: card.index)
+    monkeypatch.setattr(device, "cuda_device", lambda: device.CpuDevice())
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    monkeypatch.setattr("vllm_tiered.probe.run.run_probe", run_probe)
+    assert main(["probe"]) == 0
+    assert seen == [card] and engine == []
+    captured = capsys.readouterr()
+    assert "steps are timed on a CPU alone" in captured.err
+    assert "as in the profiles of GPUs" in captured.out
 
 
 def test_without_a_folder_it_says_so(capsys):

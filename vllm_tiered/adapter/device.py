@@ -13,13 +13,24 @@ from vllm_tiered.devices.pages import PageCodec
 
 def make_device() -> Device:
     """Make a device for vLLM's platform. Tests replace this function."""
-    # Ask torch first: it is already imported, and importing vLLM's platforms takes a second.
-    if torch.cuda.is_available():
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cuda():
-            return cuda_device()
+    if on_gpu():
+        return cuda_device()
     return CpuDevice(cpus=process_cpus())
+
+
+def on_gpu() -> bool:
+    """Return whether vLLM computes on a GPU that it sees."""
+    # Ask torch first: it is already imported, and importing vLLM's platforms takes a second.
+    if not torch.cuda.is_available():
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def near_torch_device() -> torch.device:
+    """Return the torch device of near memory: the current GPU, or the host where vLLM has none."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
 def cuda_device(index: int | None = None) -> Device:

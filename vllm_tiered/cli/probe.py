@@ -26,9 +26,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subcommands.add_parser(
         "probe",
         help="measure the bandwidth and latency of each tier and link",
-        description="Measure this machine: copies between near and far memory, disk reads, and "
-        "matmuls as vLLM multiplies, and the steps of a small vLLM engine. It takes about 80 "
-        "seconds. Other programs change the result, so stop them first. `vllm-tiered plan "
+        description="Measure this machine: copies between near and far memory, disk reads, "
+        "matmuls as vLLM multiplies, and on a CPU the steps of small vLLM engines. Near memory is "
+        "the GPU's, where there is one. It takes about 80 seconds. Other programs change the result, so stop them first. `vllm-tiered plan "
         "--machine FILE` makes predictions from the file of --out.",
     )
     parser.add_argument(
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
     # Imported here because torch takes seconds, and the other subcommands do not need it.
     import torch
 
-    from vllm_tiered.adapter.device import make_device
+    from vllm_tiered.adapter.device import make_device, near_torch_device
     from vllm_tiered.adapter.weights.engine_gemm import engine_products
     from vllm_tiered.probe.run import Scope, run_probe
 
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace, scope: "Scope | None" = None) -> int:
         if path and not path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}")
     scope = scope or Scope(dtype=getattr(torch, args.dtype))
-    near_device = torch.device("cpu")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for --json
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    near_device = near_torch_device()
     products = engine_products(near_device)
     device = make_device()
     try:
@@ -128,6 +128,9 @@ def _step_costs(dtype: "torch.dtype", near_device: "torch.device") -> "dict[str,
     try:
         if not computes_on(near_device):
             raise UnsupportedError(f"vLLM does not compute on this machine's {near_device}")
+        if near_device.type != "cpu":
+            # Its clock is the host's, and the engine that serves replays graphs.
+            raise UnsupportedError("steps are timed on a CPU alone")
         return ask_engine(str(dtype).removeprefix("torch."), torch.get_num_threads())
     except UnsupportedError as error:
         print(

@@ -60,6 +60,8 @@ def print_probe(probe: Mapping[str, Any]) -> None:
                 for tier in tiers["nodes"]
             ],
         )
+    if host := probe.get("host_read"):
+        console.print(f"The host's processor reads its memory at {_rate(host)[0]} GB/s.")
     near = probe["gemms"]["near"]
     row_counts = sorted({entry["rows"] for entry in near})
     sizes = sorted({entry["num_bytes"] for entry in near})

@@ -5,7 +5,7 @@ A probe measures memory, links and GEMMs, and starts small engines for the rest 
 work: attention, scheduling, sampling, norms, and the calls of a layer. Where no engine runs, that
 work is estimated as a multiple of the smallest operation's time, and attention by its bytes and
 operations. The multiples are estimates too (docs/notes/weights.md), and the provenance of such a
-figure is "assumed".
+figure is "assumed". On a GPU, where graphs replace single calls, the estimates are fixed times.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ STEP_CALLS = 2000
 REQUEST_CALLS = 300
 LAYER_CALLS = 200
 """Overhead of a step, of a request and of a layer, in calls of the smallest operation."""
+
+_ON_A_GPU = {"step_seconds": 4e-3, "request_seconds": 15e-6, "layer_seconds": 30e-6}
+"""The same on a GPU, as in the profiles of GPUs; a layer has some ten small kernels in a graph."""
 
 _AGAIN = "measure again with vllm-tiered probe"
 
@@ -111,7 +114,8 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     where = f"vllm-tiered probe of {probe['machine']['name']}, {probe['date']}"
     figures = _Figures(where, call_us)
     measured = figures.measured
-    step = _StepFigures(figures, probe["step_costs"])
+    is_gpu = probe["machine"]["device"] != "cpu"
+    step = _StepFigures(figures, probe["step_costs"], is_gpu=is_gpu)
     curves = MeasuredCurves(
         near=near,
         far=far,
@@ -136,6 +140,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
             f"the largest GEMM, {most_rows} rows, by {probe['gemms_of']}",
         ),
         storage_read_gb_per_s=_storage(probe.get("storage"), measured),
+        host_gb_per_s=_host(probe.get("host_read"), measured),
         near_bytes_per_copied_byte=measured(
             "near_bytes_per_copied_byte",
             curves.near_bytes_per_copied_byte(near_gb_per_s, read_gb_per_s),
@@ -162,6 +167,9 @@ class _Figures:
 
     def measured(self, name: str, value: float, how: str) -> float:
         return self._note(name, value, "measured", f"{how}; {self._where}")
+
+    def fixed(self, name: str, value: float) -> float:
+        return self._note(name, value, "assumed", "as in the profiles of GPUs")
 
     def assumed(self, name: str, calls: int, per_second: float) -> float:
         rule = f"{calls} times the {self._call_us:.2f} us of the smallest operation, an estimate"
@@ -194,12 +202,15 @@ def _far_tiers(found: Mapping[str, Any] | None, measured: Callable[..., float]) 
 class _StepFigures:
     """Figures of an engine's steps: measured if the probe had an engine, else assumed."""
 
-    def __init__(self, figures: _Figures, costs: Mapping[str, Any] | None) -> None:
+    def __init__(self, figures: _Figures, costs: Mapping[str, Any] | None, *, is_gpu: bool) -> None:
         self._figures = figures
         self._costs = costs
+        self._is_gpu = is_gpu
 
     def overhead(self, name: str, cost: str, calls: int, per_second: float = 1e6) -> float:
         """Return an overhead, in a unit of which ``per_second`` are a second."""
+        if self._costs is None and self._is_gpu:
+            return self._figures.fixed(name, _ON_A_GPU[cost] * per_second)
         if self._costs is None:
             return self._figures.assumed(name, calls, per_second)
         return self._measured(name, _not_negative(self._costs[cost], cost) * per_second)
@@ -238,6 +249,14 @@ def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -
         if read["pattern"] == "sequential"
     ]
     return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
+
+
+def _host(read: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
+    """Return the rate at which the processor beside a GPU reads its memory."""
+    if read is None:
+        return None
+    rate = _positive(read["num_bytes"], "num_bytes") / _positive(read["seconds"], "seconds") / 1e9
+    return measured("host_gb_per_s", rate, "the processor reads its memory, all threads")
 
 
 def _gemm_curve(entries: Sequence[Mapping[str, Any]]) -> GemmCurve:

@@ -89,6 +89,16 @@ def link_curve(
     return samples
 
 
+def host_read(num_bytes: int, seconds: float = SECONDS) -> Sample:
+    """Measure how fast the host's processor reads its memory, with all of torch's threads."""
+    halves = torch.ones((2, num_bytes // 8), dtype=torch.float32)
+
+    def read(turn: int) -> None:
+        torch.sum(halves[turn % 2])
+
+    return Sample(num_bytes // 2, median_seconds(read, seconds))
+
+
 def stored_read(
     device: Device,
     folder: Path,

@@ -20,7 +20,14 @@ from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import storage_curves
 from vllm_tiered.probe.gemm import TORCH, GemmSeconds, Products
-from vllm_tiered.probe.links import SIZES, gemm_curve, link_curve, median_seconds
+from vllm_tiered.probe.links import (
+    SIZES,
+    gemm_curve,
+    host_read,
+    link_curve,
+    median_seconds,
+    synchronizer,
+)
 from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
@@ -46,6 +53,7 @@ class Scope:
         node_bytes: size of the buffer that is read of each NUMA node, if memory has several.
         request_bytes, readers: sizes and parallelism of reads from storage.
         file_bytes: size of the file that is read.
+        host_bytes: bytes that the host's processor reads for each figure, beside a GPU.
         point_seconds: duration for one point of a curve.
         contention_seconds: duration of the contention measurement.
     """
@@ -64,6 +72,7 @@ class Scope:
     request_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
     readers: tuple[int, ...] = (1, 4, 16, 32)
     file_bytes: int = 512 * MIB
+    host_bytes: int = 512 * MIB
     point_seconds: float = 0.15
     contention_seconds: float = 3.0
 
@@ -120,6 +129,10 @@ def run_probe(
             device, direction, near_device, scope.transfer_bytes, scope.point_seconds
         )
         links[direction.value] = [sample._asdict() for sample in curve]
+    host = None
+    if near_device.type != "cpu":
+        step("reads by the host's processor")
+        host = host_read(scope.host_bytes, scope.point_seconds)._asdict()
     gemms: dict[str, list[dict[str, float]]] = {}
     for where, gemm_of in (("near", products.near), ("far", products.far)):
         step(f"GEMMs with {where} weights")
@@ -166,6 +179,7 @@ def run_probe(
         "dtype": str(scope.dtype).removeprefix("torch."),
         "links": links,
         **({"far_tiers": _far_tiers(device, nodes)} if nodes else {}),
+        "host_read": host,
         "gemms": gemms,
         "gemms_of": products.source,
         "contention": contention._asdict(),
@@ -245,7 +259,7 @@ def _call_seconds(near_device: torch.device) -> float:
     def call(turn: int) -> None:
         torch.add(x, x)
 
-    return median_seconds(call)
+    return median_seconds(call, finish=synchronizer(near_device))
 
 
 def _narrow_gemms(

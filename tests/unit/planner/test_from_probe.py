@@ -16,6 +16,7 @@ from vllm_tiered.planner.from_probe import (
     machine_from_probe,
     read_probe_file,
 )
+from vllm_tiered.planner.host_compute import host_bytes_per_s
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.planner.pipeline_time import ComputeTimes, Slowdown, pipeline_step_time
@@ -39,6 +40,22 @@ def test_figures_are_what_was_measured():
     assert "abacus, 2026-11-22" in str(figures["read_gb_per_s"]["source"])
     assert figures["step_overhead_ms"]["kind"] == "assumed"
     assert f"{STEP_CALLS} times the 2.00 us" in str(figures["step_overhead_ms"]["source"])
+
+
+def test_beside_a_gpu_are_its_hosts_reads_and_the_assumptions_of_gpus():
+    probe = sample_probe()
+    probe["machine"]["device"] = "cuda"
+    probe["host_read"] = {"num_bytes": 10**9, "seconds": 0.02}
+    machine, figures = machine_from_probe(probe)
+    assert machine.host_gb_per_s == pytest.approx(50)
+    assert figures["host_gb_per_s"]["kind"] == "measured"
+    profile = load_machine("h200-pcie5")[0]
+    assert machine.step_overhead_ms == profile.step_overhead_ms
+    assert machine.request_overhead_us == pytest.approx(profile.request_overhead_us)
+    assert figures["step_overhead_ms"]["kind"] == "assumed"
+    assert machine.curves is not None
+    assert machine.curves.layer_overhead_us < 100
+    assert host_bytes_per_s(machine) == pytest.approx(45e9)  # without what the link takes
 
 
 def test_what_a_small_engine_measured_is_not_assumed():

@@ -5,10 +5,12 @@ import dataclasses
 import json
 import math
 import os
+import random
 
 import pytest
 import torch
 
+from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.probes import TINY, FakeClock
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
@@ -18,7 +20,7 @@ from vllm_tiered.planner.from_probe import machine_from_probe
 from vllm_tiered.probe.contention import measure_contention
 from vllm_tiered.probe.disk import Pattern, storage_curves
 from vllm_tiered.probe.gemm import TORCH, far_gemm, near_gemm
-from vllm_tiered.probe.links import median_seconds
+from vllm_tiered.probe.links import host_read, link_curve, median_seconds
 from vllm_tiered.probe.run import Matrices, Scope, run_probe
 from vllm_tiered.units import KIB, MIB
 
@@ -48,6 +50,30 @@ def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     assert machine.curves is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
     assert os.listdir(tmp_path) == []
+
+
+def test_transfers_go_through_a_gpus_own_copies():
+    """Its near memory is simulated: this shows the calls, and no figure of a GPU."""
+    device = SimulatedCudaDevice(random.Random(3), haste=1.0, num_ids=4096)
+    try:
+        for direction in Direction:
+            curve = link_curve(device, direction, CPU, TINY.transfer_bytes, seconds=0.01)
+            assert [sample.num_bytes for sample in curve] == list(TINY.transfer_bytes)
+    finally:
+        device.close()
+
+
+def test_a_read_by_the_host_is_of_half_of_the_buffer(monkeypatch):
+    clock, sums = FakeClock(monkeypatch), []
+
+    def add_up(values):
+        sums.append(values.nbytes)
+        clock.now += 1e-3
+
+    monkeypatch.setattr(torch, "sum", add_up)
+    read = host_read(MIB, seconds=0.01)
+    assert read.num_bytes == MIB // 2 and {*sums} == {MIB // 2}
+    assert read.seconds == pytest.approx(1e-3)
 
 
 def test_without_a_folder_storage_is_left_out(device):
