@@ -41,7 +41,7 @@ class Layer(nn.Module):
         ]
 
 
-def runner_of(model: nn.Module, run: Any = None) -> Any:
+def runner_of(model: nn.Module, run: Any = None, *, quantised: bool = False) -> Any:
     def dummy_run(count: int, is_profile: bool) -> None:
         assert is_profile
         with torch.inference_mode():
@@ -49,8 +49,13 @@ def runner_of(model: nn.Module, run: Any = None) -> Any:
 
     return SimpleNamespace(
         model=model,
-        max_num_tokens=4,
-        vllm_config=SimpleNamespace(use_v2_model_runner=False),
+        max_num_tokens=400 if quantised else 4,
+        vllm_config=SimpleNamespace(
+            use_v2_model_runner=False,
+            quant_config=object() if quantised else None,
+            model_config=SimpleNamespace(enforce_eager=False),
+            compilation_config=SimpleNamespace(mode=3),
+        ),
         _dummy_run=run or dummy_run,
     )
 
@@ -126,6 +131,21 @@ def test_models_are_not_compiled_for_it():
     layer.read = read
     check_reads(runner_of(layer), layer.far(), NoopOffloader())
     assert seen == [True] and vars(layer)["do_not_compile"] is False
+
+
+def test_quantised_layers_are_tried_with_many_rows():
+    """A method may unpack its weights for many rows alone."""
+
+    class Unpacking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight.float() * 2 if len(x) >= 256 else self.weight
+            return x @ weight.t()
+
+    layer = Layer()
+    layer.second.__class__ = Unpacking
+    check_reads(runner_of(layer), layer.far(), NoopOffloader())
+    with pytest.raises(UnsupportedError, match=r"second\.weight are unpacked before"):
+        check_reads(runner_of(layer, quantised=True), layer.far(), NoopOffloader())
 
 
 def test_the_offloaders_own_copies_are_no_reads():

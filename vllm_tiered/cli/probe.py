@@ -28,8 +28,9 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="measure the bandwidth and latency of each tier and link",
         description="Measure this machine: copies between near and far memory, disk reads, "
         "matmuls as vLLM multiplies, and on a CPU the steps of small vLLM engines. Near memory is "
-        "the GPU's, where there is one. It takes about 80 seconds. Other programs change the result, so stop them first. `vllm-tiered plan "
-        "--machine FILE` makes predictions from the file of --out.",
+        "the GPU's, where there is one. It takes about 80 seconds. Other programs change the "
+        "result, so stop them first. `vllm-tiered plan --machine FILE` makes predictions from the "
+        "file of --out.",
     )
     parser.add_argument(
         "--model",

@@ -35,6 +35,11 @@ logger = logging.getLogger("vllm.tiered")
 NUM_TOKENS = 8
 """Number of dummy tokens, unless a step may have fewer."""
 
+MANY_TOKENS = 512
+"""Number of dummy tokens of a second step, if quantised layers will be compiled.
+
+A method may unpack its weights for many rows alone, as vLLM's AWQ without Marlin does from 256."""
+
 
 class _Range(NamedTuple):
     """Addresses of an offloaded parameter in its weight buffer."""
@@ -150,7 +155,8 @@ def check_reads(
             _not_recorded(offloader),
             recorder,
         ):
-            _run_dummy_tokens(runner)
+            for count in _token_counts(runner):
+                _run_dummy_tokens(runner, count)
     except Exception as error:
         # vLLM's own dummy runs come later, in a way that may differ. If they fail, it is said then.
         logger.warning(
@@ -189,8 +195,14 @@ def _check_owners(model: nn.Module, parameters: Sequence[FarParameter]) -> None:
             )
 
 
-def _run_dummy_tokens(runner: Any) -> None:
-    count = min(NUM_TOKENS, runner.max_num_tokens)
+def _token_counts(runner: Any) -> list[int]:
+    """Return how many tokens the dummy steps have."""
+    quantised = runner.vllm_config.quant_config is not None
+    counts = [NUM_TOKENS, MANY_TOKENS] if quantised and _is_compiled(runner) else [NUM_TOKENS]
+    return sorted({min(count, runner.max_num_tokens) for count in counts})
+
+
+def _run_dummy_tokens(runner: Any, count: int) -> None:
     if runner.vllm_config.use_v2_model_runner:
         runner._dummy_run(count, skip_attn=True, is_profile=True)
     else:
