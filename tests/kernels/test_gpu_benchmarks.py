@@ -215,7 +215,7 @@ def test_matmuls_with_4_bit_matrices_are_measured(device, small):
     result = checked(kernels, kernels.Settings(kernels=("dequant_linear",), repeats=1))
     found = result["by_kernel"]["dequant_linear"]
     assert len(found) == 2 * 4
-    assert found[0]["num_bytes"] == 70 * (64 + 2 * 2 * 2) + 2 * (128 + 70)
+    assert found[0]["num_bytes"] == 70 * (64 + 4 * 2 * 2) + 2 * (128 + 70)
     assert found[0]["torch_us"].keys() == {"in 16 bit", "made 16-bit"}
 
 

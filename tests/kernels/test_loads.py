@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from vllm_tiered.weights.int4.layout import GROUP
+
 # Runs in a separate process, because kernels may be interpreted in this one.
 _PROBE = """
 import json, re
@@ -44,7 +46,7 @@ def found():
 
 def weight_bytes_of_a_tile(constants):
     if "COLUMNS" in constants:
-        return constants["ROWS"] * constants["GROUPS"] * 32
+        return constants["ROWS"] * constants["GROUPS"] * GROUP // 2
     code_bits = {"bfloat16": 16, "int8": 8, "int4": 4}[constants["CODEC"]]
     activating = constants["ACTIVATES"] * (2 if constants["GATED"] else 1)
     matrices = activating + constants["MULTIPLIES"]
@@ -61,7 +63,7 @@ def test_weights_come_in_16_bytes(found):
         tiles = constants["STAGES"]  # one in the loop, the others before it
         needed = tiles * weight_bytes_of_a_tile(constants) // (16 * threads)
         if "COLUMNS" in constants:  # x is loaded with the weights
-            x_bytes = constants["TOKENS"] * constants["GROUPS"] * 64 * 4
+            x_bytes = constants["TOKENS"] * constants["GROUPS"] * GROUP * 4
             needed += tiles * x_bytes // (16 * threads)
         assert wide == needed > 0, (name, wide, needed)
         # Scales, zeros, biases, activations, lists: a few of each for each tile.
