@@ -255,6 +255,16 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "placing weights",
     ),
     (
+        "vllm.model_executor.custom_op",
+        ("CustomOp", "op_registry_oot"),
+        "FFNs with a ReLU in place of SiLU",
+    ),
+    (
+        "vllm.model_executor.layers.activation",
+        ("SiluAndMul",),
+        "FFNs with a ReLU in place of SiLU",
+    ),
+    (
         "vllm.model_executor.model_loader.base_loader.BaseModelLoader",
         ("load_model(vllm_config=, model_config=)",),
         "placing weights",

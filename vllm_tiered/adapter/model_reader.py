@@ -50,6 +50,8 @@ def read_model(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from vllm_tiered.adapter.ffn import relus
+
     vllm_config, quantization = _engine_config(model, dtype)
     _start_one_of(num_ranks, vllm_config)
     with (
@@ -57,7 +59,7 @@ def read_model(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
         set_default_torch_dtype(vllm_config.model_config.dtype),
         torch.device("meta"),
     ):
-        built = initialize_model(vllm_config)
+        built = relus.build(initialize_model, vllm_config)
         facts = _facts(vllm_config, built)
     return facts | {"quantization": quantization, "num_ranks": num_ranks}
 

@@ -11,6 +11,7 @@ from vllm.model_executor.offloader.base import BaseOffloader
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.checkpoint import checkpoint_fingerprint, describe_checkpoint
 from vllm_tiered.adapter.ffn import modules as ffn_modules
+from vllm_tiered.adapter.ffn import relus
 from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.kv import obstacles, warm_up
 from vllm_tiered.adapter.kv.plan import tiered_config
@@ -59,6 +60,10 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
     from vllm.model_executor.offloader import get_offloader
 
     config = _config(wrapper.vllm_config)
+    if config.weights.places or relus.needs_relu(wrapper.vllm_config):
+        from vllm.model_executor.model_loader import base_loader
+
+        compat.wrap_once(base_loader, "initialize_model", _initialize_model)
     if tiered_config(wrapper.vllm_config) is not None:
         warm_up.install()
         if config.kv.is_set_by_hand:
@@ -86,6 +91,14 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
+
+
+def _initialize_model(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    model_config = kwargs.get("model_config") or vllm_config.model_config
+    loading.before_model_is_built(model_config)
+    if relus.needs_relu(vllm_config, model_config):
+        return relus.build(original, vllm_config, *args, **kwargs)
+    return original(vllm_config, *args, **kwargs)
 
 
 def _wrap_runners(*, is_second: bool) -> None:

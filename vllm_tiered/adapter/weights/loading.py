@@ -25,19 +25,16 @@ def install() -> None:
     """Wrap the loading of models. Idempotent."""
     from vllm.model_executor.model_loader import base_loader
 
-    compat.wrap_once(base_loader, "initialize_model", _initialize_model)
     compat.wrap_once(base_loader.BaseModelLoader, "load_model", _load_model)
 
 
-def _initialize_model(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def before_model_is_built(model_config: Any) -> None:
+    """Wrap the Transformers backend, if a model's class builds upon it. Idempotent."""
     from vllm.model_executor.model_loader.utils import get_model_cls
 
-    # This imports the model's class, and with it what that builds upon.
-    get_model_cls(kwargs.get("model_config") or vllm_config.model_config)
+    get_model_cls(model_config)  # it imports the class, and with it what that builds upon
     if (backend := sys.modules.get(_TRANSFORMERS)) is not None:
         compat.wrap_once(backend.Base, "init_parameters", _init_parameters)
-    model: nn.Module = original(vllm_config, *args, **kwargs)
-    return model
 
 
 def _load_model(original: Any, loader: Any, *args: Any, **kwargs: Any) -> nn.Module:

@@ -18,6 +18,7 @@ tiers.
 In compiled models, the two calls go through vLLM's custom ops for offloaders.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -142,9 +143,12 @@ class TieredOffloader(BaseOffloader):
                 "the model has more than one stack of layers (an encoder and a decoder), and "
                 "weights are prefetched in one order: set weights.placement=off"
             )
+        # A class that refuses an activation does so in its first layer, and is then built anew.
+        modules = iter(modules_generator)
+        first = list(itertools.islice(modules, 1))
         self.is_used = True
         try:
-            return self._wrap(modules_generator)
+            return self._wrap(itertools.chain(first, modules))
         except BaseException:
             self.close()
             raise
