@@ -163,6 +163,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.quality",
         ),
         Benchmark(
+            name="ffn_nested",
+            summary="a trained FFN in 4 bit whose important neurons are read in 8: KL over bits",
+            module="benchmarks.suites.ffn.nested",
+        ),
+        Benchmark(
             name="tp_ray",
             summary="one rank against two, over vLLM's processes and over Ray, by part",
             module="benchmarks.suites.weights.tp_ray",
