@@ -215,7 +215,8 @@ def symmetric(weight_NK: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     w_NGg = weight_NK.reshape(len(weight_NK), -1, group)
     scale_NG1 = (w_NGg.abs().amax(-1, keepdim=True) / most).bfloat16().float()
     codes_NGg = (w_NGg / scale_NG1.clamp_min(1e-12)).round().clamp(-most - 1, most)
-    return (codes_NGg * scale_NG1).reshape(weight_NK.shape)
+    values_NGg: torch.Tensor = codes_NGg * scale_NG1
+    return values_NGg.reshape(weight_NK.shape)
 
 
 def _rounded(weight_NK: torch.Tensor) -> torch.Tensor:
