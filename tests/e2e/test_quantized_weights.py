@@ -12,13 +12,16 @@ import torch
 from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.offloader import get_offloader
 
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.quantized_checkpoint import FORMATS, quantized_model_dir
+from benchmarks.inputs.shapes import random_model_dir
 from tests.e2e import harness
 from tests.e2e.harness import AVX512, Tokens, engine, generate, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
-from tests.fixtures.quantized_checkpoints import FORMATS, quantized_model_dir
 from vllm_tiered.adapter.weights import choosing, offloader, quantized
 from vllm_tiered.adapter.weights.graphs import PLACEMENT_KEY
 from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.ffn.prepare.texts import calibration_texts
 
 PROMPTS = random_prompts(4, seed=5)
 KV_OFF = {"enabled": False}
@@ -35,7 +38,8 @@ PLACEMENTS = ({"placement": "all_far"}, {"placement": "helm"})
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
     for form in FORMATS:
         folder = tmp_path_factory.mktemp(form)
-        harness.PATHS[f"qwen2-{form}"] = str(quantized_model_dir("qwen2", form, folder))
+        source = random_model_dir("qwen2")
+        harness.PATHS[f"qwen2-{form}"] = str(quantized_model_dir(source, form, folder))
 
 
 @pytest.fixture
@@ -259,6 +263,26 @@ def test_what_unpacks_weights_first_is_not_compiled(reference_ops) -> None:
         engine("qwen2-compressed_int4", KV_OFF, weights=PLACEMENTS[0], enforce_eager=False) as llm,
     ):
         generate(llm, PROMPTS)
+
+
+@AVX512
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["compressed_int4", "compressed_int4_asym"])
+def test_a_trained_model_in_vllms_own_kernels(form, tmp_path, delayed) -> None:
+    """Its text, its weights from both placements and from a disk."""
+    model = demo_model_dir()
+    (tmp_path / "model").mkdir()
+    harness.PATHS["demo-quantized"] = str(quantized_model_dir(model, form, tmp_path / "model"))
+    texts = calibration_texts(model, 400, tokens_per_text=100)
+    prompts = [list(text.token_ids[:60]) for text in texts]
+    expected = run("demo-quantized", prompts, None, dtype="bfloat16").tokens
+    assert expected != run("demo", prompts, None, dtype="bfloat16").tokens, "4 bit have a cost"
+    stored = {"placement": "all_far", "storage_path": str(tmp_path), "far_gib": 0.01}
+    for weights in (*PLACEMENTS, stored):
+        found = run("demo-quantized", prompts, KV_OFF, weights=weights, dtype="bfloat16")
+        assert found.tokens == expected
+        assert found.manifest["weights"]["far_bytes"] > 0
+    assert found.manifest["weights"]["storage_bytes"] > 0
 
 
 @pytest.mark.slow
