@@ -6,11 +6,11 @@ import torch
 
 from benchmarks.suites.ffn import nested
 from benchmarks.suites.ffn.nested import (
-    BASE_BITS,
     PLANE_BITS,
     Ffn,
     Layer,
     Settings,
+    asymmetric,
     formats_of,
     run,
     symmetric,
@@ -47,6 +47,13 @@ def test_rounding_keeps_the_largest_weight_of_a_group():
     assert symmetric(weight, 4, 4).tolist() == [[0.0, -1.0, 0.0, 7.0]]
 
 
+def test_a_base_of_fewer_bits_keeps_each_groups_ends():
+    weight = torch.cat([torch.linspace(-1, 2, 32), torch.linspace(0, 6, 32)])[None]
+    rounded = asymmetric(weight, 2)
+    assert rounded.unique().tolist() == [-1, 0, 1, 2, 4, 6]
+    assert rounded[0, [0, 31, 32, 63]].tolist() == [-1, 2, 0, 6]
+
+
 def test_the_best_neurons_of_each_token_are_promoted(layer):
     x = torch.randn(5, 64)
     wanted = torch.zeros(32)
@@ -78,7 +85,7 @@ def test_rows_and_their_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(nested, "_PLAIN", {"8 bit": (8, 32)})
     result = run(SMALL, lambda _: None)
     rows = {row["name"]: row for row in result["frontier"]}
-    assert rows["full"]["kl"] == 0 and rows["4 bit"]["near_bits"] == BASE_BITS == 5
+    assert rows["full"]["kl"] == 0 and rows["4 bit"]["near_bits"] == 5
     quarter, all_of_them = (
         "4 bit, 25% of a token's neurons in 8",
         "4 bit, 100% of a token's neurons in 8",

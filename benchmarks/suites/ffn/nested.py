@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested precision of a trained model's FFN: what promoting neurons buys, before an engine has it.
 
-Every neuron is near in 4 bit, the *base*. The difference to 8 bit, a *residual plane*, is read for
-the neurons that matter to a token, ranked by their activations in the base:
+Every neuron is near in few bits, the *base*. Four more, a *residual plane*, are read for the
+neurons that matter to a token, ranked by their activations in the base:
 
-    a = act(gate4 x) * (up4 x)        score = |a| * norm of the neuron's down column
-    the best share of the scores:     gate4 + its plane, up4 + its plane, down4 + its plane
+    a = act(gate x) * (up x)          score = |a| * norm of the neuron's down column
+    the best share of the scores:     gate + its plane, up + its plane, down + its plane
 
 Rows in one precision need no reads and no choice, so they are what nested rows have to beat: not
-only 4 bit, but each number of bits up to the near bits that the nested row has. All layers are
+only the base, but each number of bits up to the near bits that the nested row has. All layers are
 computed in float32 from dequantised weights, one at a time; attention and head are unchanged. What
 is not measured here is speed.
 """
@@ -48,8 +48,8 @@ DEFINITIONS = {
 
 GROUP = 32
 _BASE, _PLANE = "base", "plane"
-BASE_BITS = 4 + 32 / GROUP
-"""Codes, and a scale and a zero of 16 bit a group."""
+ZERO_BITS = 32 / GROUP
+"""Bits of a base's weight beside its code: a scale and a zero of 16 bit a group."""
 PLANE_BITS = 4 + 16 / GROUP
 _PLAIN: Mapping[str, tuple[int, int]] = {"5 bit": (5, 32), "6 bit": (6, 32), "8 bit": (8, 64)}
 """Bits and weights a group of formats with one scale, symmetric."""
@@ -64,6 +64,8 @@ class Settings:
         tokens, calibration_tokens: of ShareGPT, different conversations.
         shares: shares of the neurons that a token promotes.
         cache: share of the planes that is cached near.
+        base_bits: bits of the base's codes; in 4 they are rounded as `weights.compress=int4` does,
+            else from a group's minimum to its maximum.
     """
 
     model: str
@@ -71,6 +73,7 @@ class Settings:
     calibration_tokens: int
     shares: tuple[float, ...] = (0.05, 0.15, 0.25, 0.5)
     cache: float = 0.15
+    base_bits: int = 4
     threads: int = 0
 
 
@@ -169,10 +172,11 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         for name, bits, read in _bits(settings, reads)
     ]
     ratio = {
-        f"{share:.0%}": found[_static(share)]["kl"] / found[_nested(share)]["kl"]
+        f"{share:.0%}": found[_static(settings, share)]["kl"]
+        / found[_nested(settings, share)]["kl"]
         for share in settings.shares
     }
-    step(f"4 bit: KL {found['4 bit']['kl']:.4f}")
+    step(f"{_base(settings)}: KL {found[_base(settings)]['kl']:.4f}")
     return {
         "frontier": frontier,
         "static_ratio": ratio,
@@ -199,9 +203,11 @@ def table(result: Mapping[str, Any]) -> str:
     return markdown(headings, rows)
 
 
-def formats_of(weights: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def formats_of(
+    weights: Sequence[torch.Tensor], base_bits: int = 4
+) -> dict[str, list[torch.Tensor]]:
     """Return a layer's matrices dequantised from each format; "full" are the matrices."""
-    base = [_rounded(one) for one in weights]
+    base = [_rounded(one) if base_bits == 4 else asymmetric(one, base_bits) for one in weights]
     planes = [low + symmetric(one - low, 4, GROUP) for one, low in zip(weights, base, strict=True)]
     formats = {"full": list(weights), _BASE: base, _PLANE: planes}
     for name, (bits, group) in _PLAIN.items():
@@ -219,6 +225,17 @@ def symmetric(weight_NK: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     return values_NGg.reshape(weight_NK.shape)
 
 
+def asymmetric(weight_NK: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return weights rounded to ``bits``, evenly from each group's minimum to its maximum."""
+    w_NGg = weight_NK.reshape(len(weight_NK), -1, GROUP)
+    low_NG1 = w_NGg.amin(-1, keepdim=True).bfloat16().float()
+    range_NG1 = w_NGg.amax(-1, keepdim=True) - low_NG1
+    scale_NG1 = (range_NG1 / (2**bits - 1)).bfloat16().float().clamp_min(1e-12)
+    codes_NGg = ((w_NGg - low_NG1) / scale_NG1).round().clamp(0, 2**bits - 1)
+    values_NGg: torch.Tensor = codes_NGg * scale_NG1 + low_NG1
+    return values_NGg.reshape(weight_NK.shape)
+
+
 def _rounded(weight_NK: torch.Tensor) -> torch.Tensor:
     """Return weights rounded as `weights.compress=int4` rounds them."""
     found = round_groups(weight_NK, GROUP)
@@ -227,22 +244,29 @@ def _rounded(weight_NK: torch.Tensor) -> torch.Tensor:
     return values_NGg.reshape(weight_NK.shape)
 
 
-def _nested(share: float) -> str:
-    return f"4 bit, {share:.0%} of a token's neurons in 8"
+def _base(settings: Settings) -> str:
+    return f"{settings.base_bits} bit"
 
 
-def _static(share: float) -> str:
-    return f"4 bit, the same {share:.0%} always in 8"
+def _nested(settings: Settings, share: float) -> str:
+    bits = settings.base_bits
+    return f"{bits} bit, {share:.0%} of a token's neurons in {bits + 4}"
+
+
+def _static(settings: Settings, share: float) -> str:
+    bits = settings.base_bits
+    return f"{bits} bit, the same {share:.0%} always in {bits + 4}"
 
 
 def _bits(settings: Settings, reads: Mapping[float, float]) -> list[tuple[str, float, float]]:
     """Return each row's name, near bits and read bits."""
-    rows = [("full", 16.0, 0.0), ("4 bit", BASE_BITS, 0.0)]
+    base = settings.base_bits + ZERO_BITS
+    rows = [("full", 16.0, 0.0), (_base(settings), base, 0.0)]
     rows += [(name, bits + 16 / group, 0.0) for name, (bits, group) in _PLAIN.items()]
     for share in settings.shares:
-        near = BASE_BITS + settings.cache * PLANE_BITS
-        rows.append((_nested(share), near, reads[share] * PLANE_BITS))
-        rows.append((_static(share), BASE_BITS + share * PLANE_BITS, 0.0))
+        near = base + settings.cache * PLANE_BITS
+        rows.append((_nested(settings, share), near, reads[share] * PLANE_BITS))
+        rows.append((_static(settings, share), base + share * PLANE_BITS, 0.0))
     return rows
 
 
@@ -268,7 +292,7 @@ def _through_layers(
 
     for index in range(model.num_layers):
         with model.layer(index) as module, torch.inference_mode():
-            layer = _layer(module, model.activation)
+            layer = _layer(module, model.activation, settings.base_bits)
             wanted = {share: torch.zeros(len(layer.norms_N)) for share in settings.shares}
             for share, wanted_N in wanted.items():
                 # What full precision computes goes on; the choice of each share is only counted.
@@ -277,15 +301,18 @@ def _through_layers(
             calibration = after
             for name in ("full", *_PLAIN):
                 hidden[name] = through(module, Ffn(layer, name), 0, hidden[name])
-            hidden["4 bit"] = through(module, Ffn(layer, _BASE), 0, hidden["4 bit"])
+            base = _base(settings)
+            hidden[base] = through(module, Ffn(layer, _BASE), 0, hidden[base])
             for share, wanted_N in wanted.items():
                 found_N = torch.zeros_like(wanted_N)
                 nested = Ffn(layer, _BASE, share=share, wanted_N=found_N)
-                hidden[_nested(share)] = through(module, nested, 0, hidden[_nested(share)])
+                name = _nested(settings, share)
+                hidden[name] = through(module, nested, 0, hidden[name])
                 reads[share] += _missed(wanted_N, found_N, settings.cache, num_tokens)
                 always_N = _best(wanted_N, share)
                 fixed = Ffn(layer, _BASE, share=share, always_N=always_N)
-                hidden[_static(share)] = through(module, fixed, 0, hidden[_static(share)])
+                name = _static(settings, share)
+                hidden[name] = through(module, fixed, 0, hidden[name])
     return hidden, {share: found / model.num_layers for share, found in reads.items()}
 
 
@@ -302,12 +329,12 @@ class _Counted(nn.Module):
         return out
 
 
-def _layer(module: nn.Module, activation: str) -> Layer:
+def _layer(module: nn.Module, activation: str, base_bits: int) -> Layer:
     weights = ffn_weights(module, activation)
     assert weights.up_bias_N is None and weights.down_bias_H is None
     rows_NMH = weights.rows_NMH.float()
     matrices = [one.contiguous() for one in rows_NMH.unbind(1)]
-    return Layer(formats_of(matrices), activation, matrices[-1].norm(dim=1))
+    return Layer(formats_of(matrices, base_bits), activation, matrices[-1].norm(dim=1))
 
 
 def _best(wanted_N: torch.Tensor, share: float) -> torch.Tensor:
