@@ -105,12 +105,19 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[nn.Module]:
-        """Load a decoder layer's weights for a ``with`` block, and free them afterwards."""
+        """Load a decoder layer's weights for a ``with`` block, and free them afterwards.
+
+        What :func:`replace_ffn` has put into the layer is taken out again.
+        """
         module = self._layers[layer]
+        parts = dict(module.named_children())
         self._load(module, f"{self._layers_name}.{layer}.")
         try:
             yield module
         finally:
+            # Else each layer would keep the weights of the last FFN that was in it.
+            for name, part in parts.items():
+                setattr(module, name, part)
             module.to("meta")
 
     @torch.inference_mode()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of layer-by-layer runs of a model, recordings, and FFNs of mixed precision."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -45,6 +48,27 @@ def test_layer_by_layer_equals_the_whole_model(tmp_path, kind):
     for found, wanted in zip(run(model), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     assert all(p.is_meta for layer in model._layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replaced_ffn_is_gone_with_its_layer(tmp_path, kind):
+    """Its weights are as large as the layer's, and a model may be larger than memory."""
+    tiny_model(kind, tmp_path)
+    model = LayerwiseModel(tmp_path)
+    expected = run(model)
+    seen = []
+
+    def replace(weights):
+        gc.collect()
+        assert [one for one in seen if one() is not None] == []
+        ffn = MixedFfn(Copies.of(weights, GROUPS), ALL)
+        seen.append(weakref.ref(ffn))
+        return ffn
+
+    run(model, replace)
+    assert len(seen) == LAYERS
+    for found, wanted in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
