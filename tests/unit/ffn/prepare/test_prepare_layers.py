@@ -56,7 +56,7 @@ def test_a_replaced_ffn_is_gone_with_its_layer(tmp_path, kind):
     tiny_model(kind, tmp_path)
     model = LayerwiseModel(tmp_path)
     expected = run(model)
-    seen = []
+    seen: list[weakref.ref[MixedFfn]] = []
 
     def replace(weights):
         gc.collect()
