@@ -168,6 +168,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.nested",
         ),
         Benchmark(
+            name="ffn_relufied",
+            summary="a model fine-tuned from SiLU to ReLU: perplexity over active neurons, reads",
+            module="benchmarks.suites.ffn.relufied",
+        ),
+        Benchmark(
             name="tp_ray",
             summary="one rank against two, over vLLM's processes and over Ray, by part",
             module="benchmarks.suites.weights.tp_ray",
