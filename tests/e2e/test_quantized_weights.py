@@ -303,6 +303,21 @@ def test_int4_with_a_reference_gemm(form, delayed, reference_ops) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", [*FP8, *INT4])
+def test_each_format_in_each_placement_and_from_a_file(form, tmp_path, reference_ops) -> None:
+    """With a GEMM of ours in place of vLLM's 4-bit one, which is for 16 bit alone."""
+    name, options = f"qwen2-{form}", dict[str, Any](dtype=DTYPES[form])
+    expected = expected_tokens(form)
+    stored = {"placement": "all_far", "storage_path": str(tmp_path), "far_gib": 0}
+    latency = {"placement": "latency", "near_gib": 0.002}
+    for weights in ({"placement": "helm"}, latency, stored):
+        result = run(name, PROMPTS, KV_OFF, weights=weights, **options)
+        assert result.tokens == expected, weights
+        assert result.manifest["weights"]["placement"] == weights["placement"]
+    assert result.manifest["weights"]["storage_bytes"] > 0
+
+
+@pytest.mark.slow
 @AVX512
 @pytest.mark.parametrize("form", INT4)
 def test_int4(form, delayed) -> None:

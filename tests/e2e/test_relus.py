@@ -17,8 +17,8 @@ from vllm.model_executor.custom_op import op_registry_oot
 from tests.e2e import harness
 from tests.e2e.harness import engine, generate, model_path, random_prompts, run
 from vllm_tiered.adapter.ffn import relus
-from vllm_tiered.adapter.model_reader import read_model
 from vllm_tiered.ffn.prepare.pipeline import prepare
+from vllm_tiered.planner.built_model import built_shape
 
 PROMPTS = random_prompts(6, seed=5)
 MAX_TOKENS = 12
@@ -130,9 +130,10 @@ def test_its_weights_can_be_placed():
     assert found.manifest["weights"]["far_bytes"] > 0
 
 
-def test_the_planner_knows_its_shape():
-    built = read_model(model_path("llama3-relu"), "float32", 1)
-    assert built["layers"] == read_model(model_path("llama3"), "float32", 1)["layers"]
+def test_the_planner_knows_its_shape(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = built_shape(model_path("llama3-relu"))
+    assert found.sublayers == built_shape(model_path("llama3")).sublayers
 
 
 def test_neurons_from_a_store_give_the_same_tokens(tmp_path):

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from tests.fixtures.real_models import REAL_MODELS
+from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
+from tests.fixtures.real_models import NESTED, REAL_MODELS
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import shape_of
@@ -27,12 +29,13 @@ FEW = (
 )
 
 
-def read(folder, names, *, dtype="auto", ranks=1):
+def read(folder, names, *, dtype="auto", ranks=1, configs=None):
     """Return the shapes of models by name, all read in one process."""
+    configs = configs or {name: model.config for name, model in REAL_MODELS.items()}
     models = []
     for name in names:
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(REAL_MODELS[name].config))
+        (folder / name / "config.json").write_text(json.dumps(configs[name]))
         models.append(str(folder / name))
     done = subprocess.run(
         [sys.executable, "-m", "vllm_tiered.adapter.model_reader", dtype, str(ranks), *models],
@@ -128,6 +131,31 @@ def test_experts_are_known_and_stay_near(few):
     assert (experts.num_experts, experts.per_token, len(experts.names)) == (128, 8, 2)
     movable = [p.name for s in few["Qwen3-30B-A3B"].sublayers for p in s.parameters if p.may_move]
     assert movable and not set(movable) & experts.names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NESTED)
+def test_the_language_model_of_a_nested_configuration(name, tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM imports the vision towers with it")
+    (nested,) = read(tmp_path, [name], configs=NESTED).values()
+    (tmp_path / "flat").mkdir()
+    (flat,) = read(tmp_path / "flat", [name]).values()
+    assert nested.kv_bytes_per_token == flat.kv_bytes_per_token
+    assert nested.layer_bytes == flat.layer_bytes
+    vision = nested.other_bytes - flat.other_bytes
+    assert 0.5e9 < vision < 1.2e9, "some 0.4 billion weights of a vision tower are no layers"
+
+
+@pytest.mark.parametrize("form", [None, "compressed_int4", "gptq"])
+def test_bytes_are_those_of_the_files_on_this_machine(form, tmp_path):
+    folder = demo_model_dir()
+    if form is not None:
+        (tmp_path / "model").mkdir()
+        folder = quantized_model_dir(folder, form, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (shape,) = read(tmp_path, ["model-read"], configs={"model-read": config}).values()
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert shape.layer_bytes + shape.other_bytes == pytest.approx(files, rel=0.01)
 
 
 @pytest.mark.slow

@@ -43,12 +43,19 @@ class Power:
     far_watts_per_gb: float
     storage_watts: float
 
-    def joules(self, seconds: float, stall_seconds: float, far_bytes: int) -> float:
-        """Return the energy of ``seconds`` in which compute was stalled for ``stall_seconds``."""
+    def joules(
+        self, seconds: float, stall_seconds: float, far_bytes: int, num_ranks: int = 1
+    ) -> float:
+        """Return the energy of ``seconds`` in which compute was stalled for ``stall_seconds``.
+
+        Args:
+            far_bytes: far memory of a rank.
+            num_ranks: near devices; all of them share a disk.
+        """
         near = self.near_active_watts * (seconds - stall_seconds)
         near += self.near_idle_watts * stall_seconds
-        always = self.far_watts_per_gb * far_bytes / 1e9 + self.storage_watts
-        return near + always * seconds
+        far = self.far_watts_per_gb * far_bytes / 1e9 * seconds
+        return num_ranks * (near + far) + self.storage_watts * seconds
 
 
 def grams_co2e(joules: float, carbon_intensity: float) -> float:

@@ -216,7 +216,12 @@ class _Layout:
         """Predict serving so many requests with so many slots."""
         steps, mixture = self.steps(slots), self.mixture
         return estimate_with(
-            steps.predict, mixture.machine, mixture.load, requests, steps.far_bytes
+            steps.predict,
+            mixture.machine,
+            mixture.load,
+            requests,
+            steps.far_bytes,
+            num_ranks=mixture.shape.num_ranks,
         )
 
 

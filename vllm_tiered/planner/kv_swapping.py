@@ -312,7 +312,8 @@ def _at_level(
         return level_step(shape, machine, plain, batch, levels, at)
 
     def estimate(requests: int) -> ServingEstimate:
-        return estimate_with(predict, machine, load, requests, plain.far_bytes + held)
+        far = plain.far_bytes + held
+        return estimate_with(predict, machine, load, requests, far, num_ranks=shape.num_ranks)
 
     served = limits.most_requests(most, estimate)
     if served is None:

@@ -158,7 +158,9 @@ def estimate_serving(
     def predict(batch: Batch) -> StepTime:
         return predict_step(shape, machine, placement, batch)
 
-    return estimate_with(predict, machine, load, requests, placement.far_bytes)
+    return estimate_with(
+        predict, machine, load, requests, placement.far_bytes, num_ranks=shape.num_ranks
+    )
 
 
 def estimate_with(
@@ -167,6 +169,8 @@ def estimate_with(
     load: Workload,
     requests: int,
     far_bytes: int,
+    *,
+    num_ranks: int,
 ) -> ServingEstimate:
     """Predict the steady state from a prediction of each step.
 
@@ -175,7 +179,8 @@ def estimate_with(
         machine: machine whose power counts.
         load: the workload.
         requests: requests at a time.
-        far_bytes: far memory in use, which takes power.
+        far_bytes: far memory that a rank uses, which takes power.
+        num_ranks: tensor-parallel ranks: all of their near devices take power, and one disk.
     """
     decode = predict(load.decode(requests))
     alone = _prefill_time(predict, load, 1)
@@ -193,7 +198,9 @@ def estimate_with(
         decode_seconds=decode.seconds,
         stall_share=decode.stall_seconds / decode.seconds,
         tokens_per_s=tokens / seconds,
-        joules_per_token=power.joules(seconds, stall, far_bytes) / tokens if power else None,
+        joules_per_token=power.joules(seconds, stall, far_bytes, num_ranks) / tokens
+        if power
+        else None,
     )
 
 

@@ -117,7 +117,9 @@ def fit_sparse_ffn(case: Case, ffn: FfnMemory, missing_share: float) -> SparseFf
         return sparse_ffn_step(shape, machine, batch, ffn, missing_share)
 
     def estimate(requests: int) -> ServingEstimate:
-        return estimate_with(predict, machine, load, requests, ffn.far_bytes)
+        return estimate_with(
+            predict, machine, load, requests, ffn.far_bytes, num_ranks=shape.num_ranks
+        )
 
     kv_bytes = room_for_ffn(case) + load.kv_bytes(shape) - ffn.near_bytes
     alone = estimate(1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of energy and emissions by M2Cache's formula 1."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.fixtures.model_configs import LLAMA_3_8B
@@ -50,6 +52,24 @@ def test_a_token_takes_its_share_of_the_power_over_all_steps():
     expected = RTX.power.joules(seconds, stall, placement.far_bytes) / 8
     assert served.joules_per_token == pytest.approx(expected)
     assert served.tokens_per_s == pytest.approx(8 / seconds)
+
+
+def test_each_rank_has_a_card_and_far_memory_and_all_share_a_disk():
+    power = Power(near_idle_watts=10, near_active_watts=100, far_watts_per_gb=0.5, storage_watts=2)
+    one = power.joules(10, 4, 8_000_000_000)
+    assert one == 100 * 6 + 10 * 4 + 0.5 * 8 * 10 + 2 * 10
+    assert power.joules(10, 4, 8_000_000_000, 2) == 2 * (one - 20) + 20
+    load = Workload(prompt_tokens=64, output_tokens=4)
+    two = replace(LLAMA, num_ranks=2)
+    placement = place("all_far", LLAMA.sublayers)
+    served = estimate_serving(two, RTX, placement, load, 1)
+    decode = predict_step(two, RTX, placement, load.decode(1))
+    prefill = predict_step(two, RTX, placement, load.prefill(1))
+    assert RTX.power is not None
+    seconds = 4 * decode.seconds + prefill.seconds
+    stall = 4 * decode.stall_seconds + prefill.stall_seconds
+    expected = RTX.power.joules(seconds, stall, placement.far_bytes, 2) / 4
+    assert served.joules_per_token == pytest.approx(expected)
 
 
 def test_more_requests_share_the_joules():
