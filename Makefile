@@ -21,6 +21,7 @@ NEXT_TESTS ?= $(addprefix tests/surface/test_,contracts.py compat.py patches.py 
 	weights.py::test_the_plan_is_for_the_blocks_that_the_engine_uses \
 	groups.py::test_a_walk_over_all_levels latent_attention.py::test_a_walk_over_all_levels \
 	drafts.py::test_a_walk_over_all_levels \
+	relus.py::test_tokens_are_those_of_transformers \
 	weights.py::test_near_memory_is_shared_with_the_kv_cache ffn.py::test_every_neuron_through_the_cache)
 
 BIN := $(VENV)/bin
