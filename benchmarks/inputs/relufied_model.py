@@ -66,7 +66,7 @@ def relufied_model_dir(of: Relufying | None = None, cache_dir: str | Path | None
     if not (target / "config.json").is_file():
         print(f"fine-tuning SmolLM2 with ReLU (once, some hours) in {target}", file=sys.stderr)
         with publish_dir(target) as staging:
-            _train(settings, staging, target.with_suffix(".training"))
+            _train(settings, staging, target.with_name(f"{target.name}.training"))
     return target
 
 
@@ -204,7 +204,7 @@ def _keep(
 ) -> None:
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = {name: part.state_dict() for name, part in parts.items()}
-    staging = path.with_suffix(".new")
+    staging = path.with_name(f"{path.name}.new")
     torch.save({**state, "record": record, "seconds": seconds}, staging)
     staging.replace(path)
 
