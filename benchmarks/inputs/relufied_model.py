@@ -5,11 +5,11 @@ The student has the original's weights, and its gate's activation is a ReLU. It 
 original's distribution of the next token (distillation) and its hidden states, on ShareGPT's text,
 with a penalty on active neurons that grows at first (as ProSparse's does). Embeddings stay as they
 are. With published models it shares the activation and the way to it, not the 10^11 tokens that
-they were trained with: its figures are those of a model that was fine-tuned for two hours on two
-cores.
+they were trained with: its figures are those of a model that was fine-tuned on 1.2 million, in
+about an hour on two cores.
 
 `python -m benchmarks.inputs.relufied_model` trains it and prints the folder. A run that is stopped
-goes on from its last hundred steps. `training.json` in the folder is the record.
+goes on from its last saved step. `training.json` in the folder is the record.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Relufying:
 
 
 def relufied_model_dir(of: Relufying | None = None, cache_dir: str | Path | None = None) -> Path:
-    """Return the model's folder, trained if absent (some two hours on two cores with AVX-512).
+    """Return the model's folder, trained if absent (about an hour on two cores with AVX-512).
 
     Raises FileNotFoundError if the demo model's package or ShareGPT's is missing.
     """
@@ -64,7 +64,7 @@ def relufied_model_dir(of: Relufying | None = None, cache_dir: str | Path | None
     name = "-".join(f"{value:g}" for value in asdict(settings).values())
     target = cache_root(cache_dir) / f"relufied-{name}"
     if not (target / "config.json").is_file():
-        print(f"fine-tuning SmolLM2 with ReLU (once, some hours) in {target}", file=sys.stderr)
+        print(f"fine-tuning SmolLM2 with ReLU (once, an hour or more) in {target}", file=sys.stderr)
         with publish_dir(target) as staging:
             _train(settings, staging, target.with_name(f"{target.name}.training"))
     return target

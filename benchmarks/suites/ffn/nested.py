@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def num_steps(settings: Settings) -> int:
     return 2
 
 
-def model_dir(settings: Settings) -> Any:
+def model_dir(settings: Settings) -> Path:
     """Return the model's folder."""
     return off_grid_dir(coder_model_dir()) if settings.model == "coder" else demo_model_dir()
 

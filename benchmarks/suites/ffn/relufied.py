@@ -8,7 +8,7 @@ on ShareGPT's text that neither training nor predictors saw:
                  exceed (FATReLU; 0 is the model as it is)
     predictor    low-rank predictors of the gate's sign: recall, size, and perplexity with the
                  neurons left out that they find inactive
-    reads        bytes of neurons that a token reads, by what stays near, over the FFN's bytes
+    reads        active neurons that a token reads, by what stays near, over all neurons
 
 The model is smaller than vLLM itself, so that no memory limit says anything of it: its shares and
 its locality are what other measurements replay at larger sizes.
@@ -57,7 +57,7 @@ DEFINITIONS = {
     "curve": "by threshold of the gate: active_share, and perplexity_ratio over the original's",
     "predictor": "means over layers on tokens not trained with; bytes of all layers, in bfloat16,"
     " over the FFN's bytes; perplexity_ratio with the predicted neurons alone, over the original's",
-    "reads": "neurons that a token reads, over all of the layer's: all it predicts; those that were"
+    "reads": "neurons that a token reads, over all of the layer's: its active ones; those that were"
     " not active for the token before (`atu`); those that were not active for any of the last 5"
     " (`window`), and what that window holds near",
     "training": "of the model: steps, tokens, seconds, and the means of its last 50 steps",
