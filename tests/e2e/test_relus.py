@@ -99,6 +99,14 @@ def test_tokens_are_those_of_transformers(body, activation):
     assert "SiluAndMul" not in op_registry_oot
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["fatrelu", "drelu"])
+def test_compiled(activation):
+    """One after the other: code that was compiled for another activation is not taken."""
+    with engine(f"llama3-{activation}", KV_OFF, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS, MAX_TOKENS) == expected("llama3", activation)
+
+
 def test_the_activations_have_tokens_of_their_own():
     """Or the test above would show nothing."""
     found = {name: expected("llama3", name) for name in (*ACTIVATIONS, "silu")}
