@@ -26,8 +26,10 @@ from vllm_tiered.ffn.prepare.texts import calibration_texts
 PROMPTS = random_prompts(4, seed=5)
 KV_OFF = {"enabled": False}
 FP8 = ("fp8", "compressed_fp8")
+INT8 = ("compressed_int8", "compressed_int8_asym")
 DTYPES = {form: "bfloat16" for form in ("fp8", "gptq", "awq")}
 DTYPES |= dict.fromkeys(("compressed_fp8", "compressed_int4", "compressed_int4_asym"), "float32")
+DTYPES |= dict.fromkeys(INT8, "float32")
 """vLLM takes some of the formats in 16 bit alone."""
 
 INT4 = ("gptq", "awq", "compressed_int4", "compressed_int4_asym")
@@ -128,6 +130,13 @@ def check_far(
 @pytest.mark.parametrize("form", FP8)
 def test_fp8(form, weights, delayed, reference_ops) -> None:
     """With PyTorch's kernels, which read a matrix by columns."""
+    check_far(form, weights, expected_tokens(form))
+
+
+@pytest.mark.parametrize("weights", PLACEMENTS, ids=lambda one: one["placement"])
+@pytest.mark.parametrize("form", INT8)
+def test_int8(form, weights, delayed) -> None:
+    """Of which vLLM's kernel packs the weights where they cannot be moved."""
     check_far(form, weights, expected_tokens(form))
 
 
@@ -303,7 +312,7 @@ def test_int4_with_a_reference_gemm(form, delayed, reference_ops) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [*FP8, *INT4])
+@pytest.mark.parametrize("form", [*FP8, *INT8, *INT4])
 def test_each_format_in_each_placement_and_from_a_file(form, tmp_path, reference_ops) -> None:
     """With a GEMM of ours in place of vLLM's 4-bit one, which is for 16 bit alone."""
     name, options = f"qwen2-{form}", dict[str, Any](dtype=DTYPES[form])
@@ -340,7 +349,9 @@ def test_damaged_far_bytes_change_the_tokens() -> None:
 # What cannot be placed ------------------------------------------------------------------
 
 
-def test_a_kernel_that_keeps_weights_is_refused_by_its_name() -> None:
+def test_a_kernel_that_keeps_weights_is_refused_by_its_name(monkeypatch) -> None:
+    """With vLLM's int8 kernel, if we would leave it as it is."""
+    monkeypatch.setattr(quantized, "keep_weight", lambda layer: lambda: None)
     with (
         pytest.raises(UnsupportedError, match=r"CPUInt8ScaledMMLinearKernel keeps the weights of "),
         engine("qwen2-compressed_int8", KV_OFF, weights={"placement": "all_far"}),

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+from vllm_tiered.adapter.weights.int8_on_cpu import keep_weight
 from vllm_tiered.errors import BudgetError, UnsupportedError
 from vllm_tiered.units import format_bytes
 
@@ -148,7 +149,9 @@ def _process(
     before = sum(tensor.nbytes for _, tensor in named_tensors(layer))
     for _, tensor in named_tensors(layer):
         tensor.data = tensor.data.to(near_device)
+    restore_weight = keep_weight(layer)
     original(layer)
+    restore_weight()
     after = sum(tensor.nbytes for _, tensor in named_tensors(layer))
     if after < _LEAST_SHARE * before:
         raise UnsupportedError(
