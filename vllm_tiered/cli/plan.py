@@ -165,7 +165,7 @@ def _print_chosen(console: Console, args: argparse.Namespace, plan: Plan, best: 
         if assumed := describe_gemms(plan.case.shape, plan.case.machine):
             console.print(assumed, soft_wrap=True)
         console.print(plan_tables.far_line(plan.with_unbounded_far(best)))
-        if host := plan.host(best):
+        if host := plan.host():
             console.print(host.describe(), soft_wrap=True)
     console.print()
 

@@ -76,7 +76,7 @@ def to_json(
     if args.suggest or not plan.fits:
         answer["suggestions"] = [asdict(suggestion) for suggestion in suggest(case)]
     if best:
-        host = plan.host(best)
+        host = plan.host()
         answer["host_compute"] = asdict(host) if host else None
         answer["sublayers"] = [asdict(bottleneck) for bottleneck in plan.bottlenecks(best)]
     return answer

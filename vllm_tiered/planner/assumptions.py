@@ -21,9 +21,10 @@ def describe_gemms(shape: ModelShape, machine: Machine) -> str | None:
             if machine.curves
             else "read the bytes of their format and multiply as fast as in 16 bit"
         )
+        placed = "" if shape.may_be_far else " The engine places no weights in this format."
         return (
             f"Assumed: matmuls with weights in {shape.quantization} {cost}. A kernel that unpacks "
-            "them slowly takes longer."
+            f"them slowly takes longer.{placed}"
         )
     if not any(shape.is_int4(p) for sublayer in shape.sublayers for p in sublayer.parameters):
         return None

@@ -106,6 +106,7 @@ def shape_of(facts: Mapping[str, Any], *, compress: str = "none") -> ModelShape:
         experts=RoutedExperts(names=frozenset(routed), **experts) if experts else None,
         quantization=None if quantised is None else quantised.name,
         quantized_bits=None if quantised is None else quantised.bits,
+        may_be_far=quantised is None or quantised.is_placed,
         max_model_len=facts["max_model_len"],
         matrices=_matrices(facts["layers"]),
         hidden_size=int(facts.get("hidden_size", 0)),

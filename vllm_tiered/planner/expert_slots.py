@@ -128,9 +128,10 @@ def plan_slots(
         limits: times that may not be exceeded.
 
     Returns:
-        None if the model has no routed experts, or all fit near memory.
+        None if the model has no routed experts, all fit near memory, or the engine does not place
+        experts in the checkpoint's format.
     """
-    if shape.experts is None:
+    if shape.experts is None or not shape.may_be_far:
         return None
     mixture = _Mixture(shape=shape, machine=machine, load=load, experts=shape.experts)
     found = _layouts(mixture, near_bytes, far_bytes, has_storage=has_storage)

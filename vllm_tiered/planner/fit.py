@@ -134,7 +134,8 @@ def evaluate_placements(
 ) -> Iterator[Fit | NoFit]:
     """Yield a result for each placement as the engine would make it, beginning with all near.
 
-    The engine refuses the plan for throughput for some models (``ModelShape.may_share_with_kv``).
+    The engine refuses the plan for throughput for some models (``ModelShape.may_share_with_kv``),
+    and all but the first for others (``ModelShape.may_be_far``).
 
     Args:
         shape: shape of the model.
@@ -158,7 +159,7 @@ def evaluate_placements(
         near_bytes=near_bytes - shape.other_bytes, far_bytes=far_bytes, has_storage=has_storage
     )
     asked = _Asked(shape=shape, machine=machine, load=load, room=room, limits=limits, target=target)
-    for name in names:
+    for name in names if shape.may_be_far else NAMES[:1]:
         if name != "throughput":
             yield _evaluate(name, asked)
         elif shape.may_share_with_kv:

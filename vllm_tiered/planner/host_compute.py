@@ -8,9 +8,10 @@ sublayer, the link carries the next ones, so both rates add up:
     compute  │ near │ host: FFN 0 │ near │ FFN 1 │ near │ host: FFN 2 │ ...
     link            │    FFN 1    │      │ ...          │    FFN 3    │
 
-The engine does not do this yet. :func:`plan_host` says what it would bring, so that it is known
-before it is built. Processor and link read the same memory, so the processor has what the link
-leaves. With more requests the host's arithmetic would bound it, which is not modelled.
+The engine does not do this yet. :func:`plan_host` says what it would bring to a placement, so that
+it is known before it is built; the planner compares all placements with it. Processor and link read
+the same memory, so the processor has what the link leaves. With more requests the host's arithmetic
+would bound it, which is not modelled.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class HostPlan:
     """Far sublayers that the host's processor would compute, and what is predicted of it.
 
     Attributes:
+        policy: placement of the weights.
         sublayers: indices of these sublayers.
         far_sublayers: number of sublayers with far weights.
         host_bytes: weights that the processor reads in each step.
@@ -52,6 +54,7 @@ class HostPlan:
         without: the same with all far weights on the link.
     """
 
+    policy: str
     sublayers: tuple[int, ...]
     far_sublayers: int
     host_bytes: int
@@ -62,8 +65,9 @@ class HostPlan:
         """Return a line for people."""
         return (
             f"If the host's processor computed {len(self.sublayers)} of {self.far_sublayers} far "
-            f"sublayers, one request would take {1e3 * self.step.seconds:.1f} ms a token instead "
-            f"of {1e3 * self.without.seconds:.1f} (predicted; the engine does not do this yet)."
+            f"sublayers of {self.policy}, one request would take {1e3 * self.step.seconds:.1f} ms "
+            f"a token instead of {1e3 * self.without.seconds:.1f} (predicted; the engine does not "
+            "do this yet)."
         )
 
 
@@ -97,6 +101,7 @@ def plan_host(
     if seconds >= 0.99 * without.seconds:
         return None
     return HostPlan(
+        policy=placement.policy,
         sublayers=chosen,
         far_sublayers=len(far),
         host_bytes=sum(p.num_bytes for at in chosen for p in placement.offloaded[at][0]),

@@ -168,6 +168,7 @@ class ModelShape:
         experts: the routed experts of a mixture.
         quantization: the checkpoint's format; None for weights of ``dtype_bytes``.
         quantized_bits: bits of a quantised weight, without scales; None without a format.
+        may_be_far: whether the engine places weights in the checkpoint's format.
         max_model_len: the most tokens of a request, if known.
         hidden_size: width of what a layer passes on; 0 if unknown.
         num_ranks: ranks of tensor parallelism.
@@ -188,6 +189,7 @@ class ModelShape:
     experts: RoutedExperts | None = None
     quantization: str | None = None
     quantized_bits: float | None = None
+    may_be_far: bool = True
     max_model_len: int | None = None
     hidden_size: int = 0
     num_ranks: int = 1

@@ -21,6 +21,7 @@ from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.memory_split import MemorySplit, Target, cost_of, pick
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.serving import NO_LIMITS, Limits, ServingEstimate, Workload
+from vllm_tiered.planner.step_time import predict_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,10 +145,26 @@ class Plan:
         case = self.case
         return find_bottlenecks(case.shape, case.machine, case.load, fit.split, case.far_bytes)
 
-    def host(self, fit: Fit) -> HostPlan | None:
-        """Return what computing far weights on the host would bring to one request."""
-        case = self.case
-        return plan_host(case.shape, case.machine, fit.split.placement, case.load.decode(1))
+    def host(self) -> HostPlan | None:
+        """Return the best placement of one request with the host's processor as a third home.
+
+        None if no placement with some far weights computed on the host is better than the best
+        without.
+        """
+        case, one = self.case, self.case.load.decode(1)
+        fits = [fit for fit in self.results if isinstance(fit, Fit)]
+        plans = [
+            plan
+            for fit in fits
+            if (plan := plan_host(case.shape, case.machine, fit.split.placement, one))
+        ]
+        if not plans:
+            return None
+        without = min(
+            predict_step(case.shape, case.machine, fit.split.placement, one).seconds for fit in fits
+        )
+        best = min(plans, key=lambda plan: plan.step.seconds)
+        return best if best.step.seconds < 0.99 * without else None
 
     def with_unbounded_far(self, fit: Fit) -> MemorySplit | None:
         """Return the placement's plan for unlimited far memory; None if it is no better."""

@@ -36,6 +36,7 @@ class Format:
         zero_bits: bits of a zero point; 0 without.
         ignored: names of modules that are not quantised: plain, with ``*``, or ``re:`` patterns.
         only_experts: only routed experts are quantised.
+        is_placed: whether the engine places such weights. One that it does not stays near.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Format:
     zero_bits: int = 0
     ignored: tuple[str, ...] = ()
     only_experts: bool = False
+    is_placed: bool = True
 
     @property
     def bytes_per_weight(self) -> float:
@@ -92,15 +94,22 @@ def read_format(config: Mapping[str, Any]) -> Format:
     if method in ("modelopt", "modelopt_fp4", "modelopt_mixed"):
         algorithm = str(config.get("quant_algo") or "").upper()
         if "FP4" in algorithm or method == "modelopt_fp4":
-            return Format(name="nvfp4", bits=4, group=16, scale_bits=8, ignored=ignored)
+            return Format(
+                name="nvfp4", bits=4, group=16, scale_bits=8, ignored=ignored, is_placed=False
+            )
         if "FP8" in algorithm:
-            return Format(name="fp8", bits=8, ignored=ignored)
+            return Format(name="modelopt fp8", bits=8, ignored=ignored, is_placed=False)
     if method == "bitsandbytes":
         if config.get("load_in_4bit"):
             return Format(
-                name="bitsandbytes 4 bit", bits=4, group=64, scale_bits=32, ignored=ignored
+                name="bitsandbytes 4 bit",
+                bits=4,
+                group=64,
+                scale_bits=32,
+                ignored=ignored,
+                is_placed=False,
             )
-        return Format(name="bitsandbytes 8 bit", bits=8, ignored=ignored)
+        return Format(name="bitsandbytes 8 bit", bits=8, ignored=ignored, is_placed=False)
     raise UnsupportedError(
         f"the checkpoint's weights are quantised by {method or 'a method without a name'}, whose "
         "bytes are not known here: plan a checkpoint in AWQ, GPTQ, FP8, MXFP4 or "

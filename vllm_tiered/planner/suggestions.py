@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vllm_tiered.planner.far_tiers import FarTier
 from vllm_tiered.planner.fit import NAMES, NoFit
+from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.model_shape import ModelShape
 from vllm_tiered.planner.plan import Case, is_better
 from vllm_tiered.planner.serving import ServingEstimate
@@ -16,6 +18,9 @@ from vllm_tiered.weights.layout import Parameter, Role
 
 BITS = {"8-bit (FP8, int8)": 8.25, "4-bit (AWQ, GPTQ, MXFP4)": 4.5}
 """Bits of a weight in quantised variants, their scales included (groups of 32 to 128)."""
+
+_CXL_GB_PER_S = 28
+"""Bandwidth of CXL memory behind an ASIC (HeLM, table III)."""
 
 _FEWEST_TOKENS = 16
 
@@ -90,6 +95,18 @@ def _changes(case: Case, *, fits: bool) -> Iterator[tuple[str, Case]]:
         more = format_bytes(far_bytes - case.far_bytes)
         change = f"{more} more far memory ({format_bytes(far_bytes)})"
         yield change, replace(case, far_bytes=far_bytes)
+        machine = _with_cxl(case, far_bytes - case.far_bytes)
+        change = f"one more tier, {more} of CXL memory at {_CXL_GB_PER_S:g} GB/s"
+        yield change, replace(case, far_bytes=far_bytes, machine=machine)
+
+
+def _with_cxl(case: Case, num_bytes: int) -> Machine:
+    """Return the machine with so much CXL memory for what exceeds its far memory."""
+    machine = case.machine
+    present = tuple(machine.far_tiers) or (FarTier("DRAM", case.far_bytes, machine.read_gb_per_s),)
+    cxl = FarTier("CXL", num_bytes, min(_CXL_GB_PER_S, machine.read_gb_per_s))
+    tiers = sorted((*present, cxl), key=lambda tier: -tier.gb_per_s)
+    return replace(machine, far_tiers=replace(machine.far_tiers, tiers=tuple(tiers)))
 
 
 def _enough(case: Case, budget: Literal["near", "far"]) -> int | None:

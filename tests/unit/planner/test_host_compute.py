@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from tests.fixtures.model_configs import LLAMA_3_8B
+from vllm_tiered.planner.fit import Fit
 from vllm_tiered.planner.host_compute import (
     ROUND_TRIP_SECONDS,
     host_bytes_per_s,
@@ -15,7 +16,10 @@ from vllm_tiered.planner.host_compute import (
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
 from vllm_tiered.planner.model_shape import model_shape
-from vllm_tiered.planner.step_time import Batch, compute_times, roofline
+from vllm_tiered.planner.plan import Case
+from vllm_tiered.planner.serving import Workload
+from vllm_tiered.planner.step_time import Batch, compute_times, predict_step, roofline
+from vllm_tiered.units import GIB
 
 LLAMA = model_shape(LLAMA_3_8B)
 ALL_FAR = baseline("all_far", LLAMA)
@@ -57,7 +61,7 @@ def test_the_best_share_nears_the_sum_of_both_rates():
     share = plan.host_bytes / far_bytes
     assert 0.4 < share < 0.75, "45 of 70 GB/s are the processor's"
     assert len(plan.sublayers) < plan.far_sublayers == 64
-    assert f"computed {len(plan.sublayers)} of 64 far sublayers" in plan.describe()
+    assert f"computed {len(plan.sublayers)} of 64 far sublayers of all_far" in plan.describe()
 
 
 def test_no_other_number_is_better():
@@ -66,6 +70,28 @@ def test_no_other_number_is_better():
     for count in (1, 8, 16, 32, 48, 64):
         chosen = tuple(index * 64 // count for index in range(count))
         assert host_step(LLAMA, DESKTOP, ALL_FAR, ONE, chosen).seconds >= plan.step.seconds
+
+
+def test_the_planner_takes_the_placement_that_is_best_with_the_host():
+    case = Case(
+        shape=LLAMA,
+        machine=DESKTOP,
+        load=Workload(prompt_tokens=512, output_tokens=128),
+        near_bytes=8 * GIB,
+        far_bytes=64 * GIB,
+        target="latency",
+    )
+    plan = case.plan()
+    found, one = plan.host(), case.load.decode(1)
+    assert found is not None
+    alone = {}
+    for fit in plan.results:
+        if isinstance(fit, Fit):
+            placement = fit.split.placement
+            alone[fit.placement] = predict_step(LLAMA, DESKTOP, placement, one).seconds
+            other = plan_host(LLAMA, DESKTOP, placement, one)
+            assert other is None or other.step.seconds >= found.step.seconds
+    assert len(alone) > 2 and found.step.seconds < 0.9 * min(alone.values())
 
 
 def test_a_link_as_fast_as_host_memory_leaves_the_host_nothing():

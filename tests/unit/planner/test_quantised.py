@@ -3,8 +3,14 @@
 
 import pytest
 
+from tests.unit.planner.test_built_model import facts
+from vllm_tiered.adapter.checks.weights import PLACED_METHODS
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.planner.built_model import shape_of
+from vllm_tiered.planner.fit import evaluate_placements
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.quantised import read_format
+from vllm_tiered.planner.serving import Workload
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": False}
@@ -40,6 +46,23 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 )
 def test_bits_of_a_weight_with_its_scales(config, bits):
     assert read_format(config).bytes_per_weight == pytest.approx(bits / 8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AWQ, GPTQ, W4A16, W8A8, {"quant_method": "fp8"}, NVFP4, MXFP4]
+    + [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "FP8"}],
+    ids=lambda config: config["quant_method"],
+)
+def test_what_the_engine_places_is_planned_far(config):
+    method = config["quant_method"]
+    is_placed = any(method in names for names in PLACED_METHODS.values())
+    assert read_format(config).is_placed is is_placed
+    shape = shape_of(facts(quantization=config))
+    load = Workload(prompt_tokens=64, output_tokens=64, max_requests=2)
+    results = evaluate_placements(shape, load_profile("rtx4090-pcie4"), load, 1 << 30, 1 << 30)
+    names = {result.placement for result in results}
+    assert names == {"all near"} if not is_placed else "latency" in names
 
 
 def test_modules_are_left_out_by_pattern_by_name_and_by_a_part_of_a_fused_matrix():

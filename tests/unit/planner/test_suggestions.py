@@ -67,10 +67,22 @@ def test_what_does_not_fit_for_near_memory_fits_with_what_is_suggested():
 def test_what_does_not_fit_for_far_memory_fits_with_a_disk_or_more_of_it():
     found = changes(case(6, 2))
     assert "weights on an SSD (--storage)" in found
-    assert any("more far memory" in change for change in found)
+    (more,) = (change for change in found if "more far memory" in change)
+    (tier,) = (change for change in found if change.startswith("one more tier, "))
+    assert "of CXL memory at 28 GB/s" in tier
+    assert found[tier].tokens_per_s == pytest.approx(found[more].tokens_per_s), "a link of 25 GB/s"
     assert any(change.startswith("a variant in 4-bit") for change in found)
     all_near = found["a variant in 4-bit (AWQ, GPTQ, MXFP4)"]
     assert all_near.tokens_per_s > found["weights on an SSD (--storage)"].tokens_per_s
+
+
+def test_memory_that_is_slower_than_the_link_serves_slower():
+    """The H200's link has 55 GB/s, so what lies in CXL memory takes twice as long."""
+    h200 = dataclasses.replace(case(6, 2), machine=load_profile("h200-pcie5"))
+    found = changes(h200)
+    (more,) = (change for change in found if "more far memory" in change)
+    (tier,) = (change for change in found if change.startswith("one more tier, "))
+    assert found[tier].tokens_per_s < 0.8 * found[more].tokens_per_s
 
 
 def test_shorter_prompts_are_suggested_where_a_long_one_does_not_fit():
