@@ -75,6 +75,20 @@ def test_latency_is_planned_with_what_the_nodes_are_together(bindings) -> None:
         assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
 
 
+def test_throughput_is_planned_with_what_the_nodes_are_together(bindings) -> None:
+    """Weights and KV cache share near memory; slower nodes keep more of the weights near."""
+    expected = vllm_tokens("opt", PROMPTS)
+    weights = {"placement": "throughput", "near_gib": 0.0075}
+    with engine("opt", KV_OFF, weights=weights, kv_cache_memory_bytes=None) as llm:
+        far_bytes = get_offloader().placement.far_bytes
+        assert far_bytes > FAST_BYTES
+        nodes = bindings.nodes_of_pages(get_offloader()._weights._far)
+        assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES
+        assert generate(llm, PROMPTS) == expected
+        seconds = (far_bytes - FAST_BYTES) / 100e6
+        assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
+
+
 def test_two_nodes_with_room_share_by_bandwidth(monkeypatch) -> None:
     """Both reads of a sublayer end together: three quarters of it are on the node of 300 MB/s."""
     monkeypatch.setattr(offloader, "make_device", EmulatedDevice)

@@ -15,6 +15,7 @@ from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import shape_of
 from vllm_tiered.planner.machine import load_profile
+from vllm_tiered.planner.model_shape import bytes_by_class
 from vllm_tiered.planner.serving import Workload
 from vllm_tiered.planner.step_time import Batch, predict_step
 from vllm_tiered.weights.placement import place
@@ -65,6 +66,36 @@ def check(shapes):
         assert shape.kv_bytes_per_token == expected.kv_bytes, name
 
 
+def check_classes(shapes):
+    """Compare the bytes of each class of tensors with arithmetic by hand, in 16 bit."""
+    seen = set()
+    for name, shape in shapes.items():
+        config = REAL_MODELS[name].config
+        if "layer_types" in config or {"quantization_config", "kv_lora_rank"} & config.keys():
+            continue
+        if config["model_type"] in ("opt", "qwen3_next"):
+            continue
+        layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head_size = config.get("head_dim") or hidden // heads
+        expected = {"attention matrices": 2 * hidden * (heads + kv_heads) * head_size}
+        matrix = hidden * config.get("moe_intermediate_size", config["intermediate_size"])
+        num_experts = config.get("num_local_experts") or config.get("num_experts")
+        if num_experts:
+            expected |= {"routed experts": 3 * num_experts * matrix}
+            expected |= {"second FFN matrix": num_experts * hidden}  # the router, of one matrix
+        else:
+            expected |= {"first FFN matrix": 2 * matrix, "second FFN matrix": matrix}
+        found = bytes_by_class(shape)
+        assert {one: found[one] for one in expected} == {
+            one: 2 * layers * count for one, count in expected.items()
+        }, name
+        tables = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+        assert found["embeddings and head"] == pytest.approx(2 * tables, rel=1e-3), name
+        seen.add(name)
+    return seen
+
+
 def check_plans(shapes):
     """Compare a request's decode step on an H200 with arithmetic by hand.
 
@@ -103,6 +134,10 @@ def few(tmp_path_factory):
 
 def test_weights_and_kv_bytes_are_the_published_ones(few):
     check(few)
+
+
+def test_bytes_of_each_class_are_those_by_hand(few):
+    assert check_classes(few) == {"SmolLM2-135M", "Gemma-3-27B", "Qwen3-30B-A3B"}
 
 
 def test_plans_are_what_arithmetic_by_hand_gives(few):
@@ -163,6 +198,7 @@ def test_all_published_models(tmp_path):
     shapes = read(tmp_path, list(REAL_MODELS))
     check(shapes)
     check_plans(shapes)
+    assert len(check_classes(shapes)) >= 16
 
 
 def test_a_rank_of_two_has_half_of_each_matrix(few, tmp_path):

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fixtures.real_models import REAL_MODELS
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner import built_model
 from vllm_tiered.planner.built_model import built_shape, shape_of
 from vllm_tiered.planner.fit import evaluate_placements
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
-from vllm_tiered.planner.model_shape import BoundedKv
+from vllm_tiered.planner.model_shape import BoundedKv, model_shape
 from vllm_tiered.planner.serving import Workload, estimate_serving
 from vllm_tiered.planner.step_time import Batch, all_reduce_seconds, predict_step, roofline
 from vllm_tiered.weights.layout import Role
@@ -128,6 +129,35 @@ def test_a_long_prompt_is_computed_in_chunks_that_stream_the_weights_again():
     served = estimate_serving(shape, MACHINE, placement, load, 1)
     steps = [predict_step(shape, MACHINE, placement, batch) for batch in load.prefill_steps()]
     assert served.prefill_seconds == pytest.approx(sum(step.seconds for step in steps))
+
+
+@pytest.mark.parametrize(
+    ("model", "placement", "seconds"),
+    [
+        ("Llama-3.1-8B", "all near", 6.8),
+        ("Llama-3.3-70B", "all near", 53.7),
+        ("Llama-3.3-70B", "all_far", 107),
+    ],
+    ids=["8B near", "70B near", "70B far"],
+)
+def test_a_prompt_of_32k_by_hand(model, placement, seconds):
+    """On 110 TFLOPS: weights with 2 operations a token, attention with 4 x width a pair, and the
+    link's 25 GB/s for each of 16 chunks, which hide behind the 2,048 tokens' arithmetic or do not.
+    """
+    config = REAL_MODELS[model].config
+    shape = model_shape(config)
+    machine = replace(MACHINE, far_layer_overhead_us=0, step_overhead_ms=0)
+    load = Workload(prompt_tokens=32768, output_tokens=1, max_batched_tokens=2048)
+    found = estimate_serving(shape, machine, baseline(placement, shape), load, 1).prefill_seconds
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    products = 2 * shape.layer_bytes / 2 * 32768
+    pairs = 4 * hidden * layers * 32768 * 32769 / 2
+    arithmetic = (products + pairs) / 110e12
+    transfers = 16 * shape.layer_bytes / 25e9 if placement == "all_far" else 0
+    assert max(arithmetic, transfers) * 0.99 < found < 1.02 * max(arithmetic, 1.22 * transfers)
+    assert found == pytest.approx(seconds, rel=0.02)
+    without_pairs = products / 110e12
+    assert found > 1.2 * without_pairs, "attention counts"
 
 
 def test_a_step_reads_the_experts_that_its_tokens_are_routed_to():

@@ -50,8 +50,17 @@ def test_bits_of_a_weight_with_its_scales(config, bits):
 
 @pytest.mark.parametrize(
     "config",
-    [AWQ, GPTQ, W4A16, W8A8, {"quant_method": "fp8"}, NVFP4, MXFP4]
-    + [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "FP8"}],
+    [
+        AWQ,
+        GPTQ,
+        W4A16,
+        W8A8,
+        {"quant_method": "fp8"},
+        NVFP4,
+        MXFP4,
+        {"quant_method": "bitsandbytes"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ],
     ids=lambda config: config["quant_method"],
 )
 def test_what_the_engine_places_is_planned_far(config):
