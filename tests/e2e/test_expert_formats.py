@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.offloader import get_offloader
 
 from benchmarks.inputs.int4_settings import settings
 from benchmarks.inputs.shapes import random_model_dir
@@ -99,8 +100,11 @@ def load(form, monkeypatch):
         engines.append(experts)
         raise LoadedError
 
-    def load(experts: dict[str, Any]) -> tuple[ExpertsEngine, dict[str, dict[str, torch.Tensor]]]:
+    def load(
+        experts: dict[str, Any], **others: Any
+    ) -> tuple[ExpertsEngine, dict[str, dict[str, torch.Tensor]]]:
         options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "experts": experts}
+        options |= others
         with pytest.raises(LoadedError), engine(form, {"enabled": False}, **options):
             pass
         return engines[0], tensors
@@ -142,3 +146,26 @@ def test_what_the_kernel_reads_is_in_the_slots(load, form, tmp_path: Path, tier:
             ids = torch.tensor(wanted)[:, None]  # a token for each expert, whose input names it
             adopted.experts.compute(ids.float(), torch.ones(ids.shape), ids, check)
         assert set(seen) == set(range(8))
+
+
+@AVX512
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"], indirect=True)
+def test_attention_is_far_beside_experts_in_slots(load, monkeypatch) -> None:
+    seen: list[tuple[set[str], int]] = []
+    finish = ExpertsEngine.finish  # stops the engine
+
+    def watched(experts: ExpertsEngine, model: torch.nn.Module) -> None:
+        placed: Any = get_offloader()
+        seen.append(({f"{one.path}.{one.leaf}" for one in placed._far}, placed.placement.far_bytes))
+        finish(experts, model)
+
+    monkeypatch.setattr(ExpertsEngine, "finish", watched)
+    experts, tensors = load({"near_gib": 0.0015}, weights={"placement": "all_far"})
+    ((names, far_bytes),) = seen
+    assert {"qkv_proj.weight", "o_proj.weight"} == {
+        ".".join(name.split(".")[-2:]) for name in names if name.endswith("weight")
+    }
+    assert not any("experts" in name for name in names)
+    assert far_bytes > 0
+    assert len(tensors) == len(experts._layers) > 0
+    assert all(adopted.experts is not None for adopted in experts._layers)

@@ -5,6 +5,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,3 +420,33 @@ def test_a_tensor_that_a_kernel_keeps_does_not_move(is_kept) -> None:
 )
 def test_dense(tensor, is_dense) -> None:
     assert quantized.is_dense(tensor) == is_dense
+
+
+def test_one_layer_at_a_time_is_near_while_a_model_is_processed(monkeypatch) -> None:
+    """Copies take the place of tensors on a GPU."""
+    near = torch.device("cuda")
+    modules = [torch.nn.Linear(64, 64, bias=False) for _ in range(5)]
+    held: list[torch.Tensor] = []  # so that no other tensor gets an address of theirs
+    near_bytes: list[int] = []
+    to = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied = tensor.clone()
+        held.extend([copied] if device == near else [])
+        return copied if device == near else to(tensor, device)
+
+    def process(layer: torch.nn.Module) -> None:
+        tensors = [tensor for module in modules for _, tensor in quantized.named_tensors(module)]
+        addresses = {one.data_ptr() for one in held}
+        near_bytes.append(sum(one.nbytes for one in tensors if one.data_ptr() in addresses))
+        layer.packed = torch.nn.Parameter(layer.weight.data.t().contiguous())
+        held.append(layer.packed.data)
+        del layer.weight
+
+    for module in modules:
+        vars(module)["quant_method"] = SimpleNamespace(process_weights_after_loading=process)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    quantized.process_on(near, modules, home=torch.clone)
+    for module in modules:
+        module.quant_method.process_weights_after_loading(module)
+    assert near_bytes == [64 * 64 * 4] * 5
