@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality and speed of matrices in 4 bit: `weights.compress`, and llama.cpp's formats.
+"""Quality and speed of matrices in 4 bit: `weights.compress`, vLLM's W4A16, llama.cpp's formats.
 
-A model runs with its own weights and with `weights.compress="int4"`, and, where the peers'
-environment has llama.cpp, in that program's formats: the demo model, or a larger one off the 4-bit
-grid of the file that it comes from. Each gives the log-probability of each token of the same texts,
+A model runs with its own weights, with `weights.compress="int4"`, as a checkpoint in W4A16 made by
+rounding, and, where the peers' environment has llama.cpp, in that program's formats: the demo
+model, or a larger one off the 4-bit grid of the file that it comes from. Each gives the log-probability of each token of the same texts,
 and then decodes one request. Each engine runs in a process of its own, one after the other.
 """
 
@@ -27,6 +27,7 @@ from benchmarks.harness.runner import MeasurementError, engine_environment
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
 from benchmarks.inputs.workload import sharegpt_requests
 from benchmarks.peers import llama_formats
 from benchmarks.peers.contender import prompt_ids
@@ -42,6 +43,7 @@ DEFINITIONS = {
     " themselves",
     "num_tokens": "that were predicted: all but the first of each text",
     "missing": "what llama.cpp lacked; null if it ran",
+    "w4a16": "compressed-tensors in groups of 64, rounded, without calibration; vLLM's own kernel",
 }
 
 _PLACEMENT = {"placement": "helm"}
@@ -49,6 +51,7 @@ _SYSTEMS: Mapping[str, Mapping[str, str]] = {
     "16bit": {**_PLACEMENT, "compress": "none"},
     "int4": {**_PLACEMENT, "compress": "int4"},
 }
+_CHECKPOINT = "compressed_int4"
 _TIMEOUT_S = 3600
 _ANSWER = "PERPLEXITY "
 
@@ -83,8 +86,8 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps `run` reports: one per system and format."""
-    return len(_SYSTEMS) + len(settings.formats)
+    """Return how many steps `run` reports: one per system, for W4A16, and one per format."""
+    return len(_SYSTEMS) + 1 + len(settings.formats)
 
 
 def model_dir(settings: Settings) -> Path:
@@ -92,6 +95,15 @@ def model_dir(settings: Settings) -> Path:
     if settings.model == "coder":
         return off_grid_dir(coder_model_dir())
     return {"demo": demo_model_dir}[settings.model]()
+
+
+def checkpoint_dir(settings: Settings) -> Path:
+    """Return the folder of the model in W4A16, which is made if it is missing."""
+    folder = model_dir(settings) / _CHECKPOINT
+    if not (folder / "config.json").exists():  # the last but for the tokenizer
+        folder.mkdir(exist_ok=True)
+        quantized_model_dir(model_dir(settings), _CHECKPOINT, folder)
+    return folder
 
 
 def texts(settings: Settings) -> list[list[int]]:
@@ -117,8 +129,14 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     token_ids = texts(settings)
     measured = {}
     for name, weights in _SYSTEMS.items():
-        measured[name] = _in_a_process(token_ids, weights, settings)
+        measured[name] = _in_a_process(token_ids, model_dir(settings), weights, settings)
         step(f"{name}: perplexity {perplexity(measured[name]['logprobs']):.3f}")
+    if settings.dtype == "bfloat16":
+        found = _in_a_process(token_ids, checkpoint_dir(settings), _PLACEMENT, settings)
+        measured["W4A16"] = found
+        step(f"W4A16: perplexity {perplexity(found['logprobs']):.3f}")
+    else:
+        step(f"W4A16: left out (vLLM's kernel does not take {settings.dtype})")
     python = settings.peers_python or sys.executable
     missing = llama_formats.missing(python) if settings.formats else "no format was asked for"
     for name in settings.formats:
@@ -215,12 +233,15 @@ def _in_llama_cpp(
 
 
 def _in_a_process(
-    token_ids: Sequence[Sequence[int]], weights: Mapping[str, str], settings: Settings
+    token_ids: Sequence[Sequence[int]],
+    model: Path,
+    weights: Mapping[str, str],
+    settings: Settings,
 ) -> dict[str, Any]:
     job = {
         "token_ids": token_ids,
         "weights": weights,
-        "model": str(model_dir(settings)),
+        "model": str(model),
         "dtype": settings.dtype,
         "prompt": prompt_ids(settings.prompt_tokens),
         "new_tokens": settings.new_tokens,
