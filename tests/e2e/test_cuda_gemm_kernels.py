@@ -54,6 +54,10 @@ CASES = [
     ("fp8_block", "BLOCK", "MarlinFP8ScaledMMLinearKernel"),
     ("compressed_nvfp4", "NVFP4", "CutlassNvFp4LinearKernel"),
     ("compressed_nvfp4", "NVFP4", "MarlinNvFp4LinearKernel"),
+    ("modelopt_nvfp4", "NVFP4", "CutlassNvFp4LinearKernel"),
+    ("modelopt_nvfp4", "NVFP4", "MarlinNvFp4LinearKernel"),
+    ("modelopt_fp8", "FP8", "CutlassFP8ScaledMMLinearKernel"),
+    ("modelopt_fp8", "FP8", "MarlinFP8ScaledMMLinearKernel"),
 ]
 
 

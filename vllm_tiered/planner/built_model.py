@@ -22,7 +22,8 @@ from typing import Any
 from vllm_tiered import __version__
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.model_shape import BoundedKv, ModelShape, RoutedExperts
-from vllm_tiered.planner.quantised import Format, read_format
+from vllm_tiered.planner.quantised import Format, method_of, read_format
+from vllm_tiered.weights.formats import is_placed
 from vllm_tiered.weights.int4.layout import COMPRESS, can_compress, compressed_bytes
 from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, sublayers_of
 
@@ -106,7 +107,7 @@ def shape_of(facts: Mapping[str, Any], *, compress: str = "none") -> ModelShape:
         experts=RoutedExperts(names=frozenset(routed), **experts) if experts else None,
         quantization=None if quantised is None else quantised.name,
         quantized_bits=None if quantised is None else quantised.bits,
-        may_be_far=quantised is None or quantised.is_placed,
+        may_be_far=quantised is None or is_placed(method_of(facts["quantization"])),
         max_model_len=facts["max_model_len"],
         matrices=_matrices(facts["layers"]),
         hidden_size=int(facts.get("hidden_size", 0)),

@@ -36,7 +36,6 @@ class Format:
         zero_bits: bits of a zero point; 0 without.
         ignored: names of modules that are not quantised: plain, with ``*``, or ``re:`` patterns.
         only_experts: only routed experts are quantised.
-        is_placed: whether the engine places such weights. One that it does not stays near.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Format:
     zero_bits: int = 0
     ignored: tuple[str, ...] = ()
     only_experts: bool = False
-    is_placed: bool = True
 
     @property
     def bytes_per_weight(self) -> float:
@@ -69,7 +67,7 @@ def read_format(config: Mapping[str, Any]) -> Format:
     Raises:
         UnsupportedError: its bytes cannot be told.
     """
-    method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
+    method = method_of(config)
     ignored = tuple(
         str(name) for key in _IGNORED_KEYS for name in _list(config.get(key)) if name is not None
     )
@@ -94,27 +92,25 @@ def read_format(config: Mapping[str, Any]) -> Format:
     if method in ("modelopt", "modelopt_fp4", "modelopt_mixed"):
         algorithm = str(config.get("quant_algo") or "").upper()
         if "FP4" in algorithm or method == "modelopt_fp4":
-            return Format(
-                name="nvfp4", bits=4, group=16, scale_bits=8, ignored=ignored, is_placed=False
-            )
+            return Format(name="nvfp4", bits=4, group=16, scale_bits=8, ignored=ignored)
         if "FP8" in algorithm:
-            return Format(name="modelopt fp8", bits=8, ignored=ignored, is_placed=False)
+            return Format(name="fp8", bits=8, ignored=ignored)
     if method == "bitsandbytes":
         if config.get("load_in_4bit"):
             return Format(
-                name="bitsandbytes 4 bit",
-                bits=4,
-                group=64,
-                scale_bits=32,
-                ignored=ignored,
-                is_placed=False,
+                name="bitsandbytes 4 bit", bits=4, group=64, scale_bits=32, ignored=ignored
             )
-        return Format(name="bitsandbytes 8 bit", bits=8, ignored=ignored, is_placed=False)
+        return Format(name="bitsandbytes 8 bit", bits=8, ignored=ignored)
     raise UnsupportedError(
         f"the checkpoint's weights are quantised by {method or 'a method without a name'}, whose "
         "bytes are not known here: plan a checkpoint in AWQ, GPTQ, FP8, MXFP4 or "
         "compressed-tensors, or in 16 bit"
     )
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """Return the name of the method of a `quantization_config`; "" if it has none."""
+    return str(config.get("quant_method") or config.get("quant_algo") or "").lower()
 
 
 def _compressed_tensors(config: Mapping[str, Any], ignored: tuple[str, ...]) -> Format:

@@ -3,8 +3,9 @@
 
 A model runs with its own weights, with `weights.compress="int4"`, as a checkpoint in W4A16 made by
 rounding, and, where the peers' environment has llama.cpp, in that program's formats: the demo
-model, or a larger one off the 4-bit grid of the file that it comes from. Each gives the log-probability of each token of the same texts,
-and then decodes one request. Each engine runs in a process of its own, one after the other.
+model, or a larger one off the 4-bit grid of the file that it comes from. Each gives the
+log-probability of each token of the same texts, and then decodes one request. Each engine runs in a
+process of its own, one after the other.
 """
 
 from __future__ import annotations

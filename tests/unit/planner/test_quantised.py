@@ -4,7 +4,6 @@
 import pytest
 
 from tests.unit.planner.test_built_model import facts
-from vllm_tiered.adapter.checks.weights import PLACED_METHODS
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.planner.built_model import shape_of
 from vllm_tiered.planner.fit import evaluate_placements
@@ -64,10 +63,9 @@ def test_bits_of_a_weight_with_its_scales(config, bits):
     ids=lambda config: config["quant_method"],
 )
 def test_what_the_engine_places_is_planned_far(config):
-    method = config["quant_method"]
-    is_placed = any(method in names for names in PLACED_METHODS.values())
-    assert read_format(config).is_placed is is_placed
+    is_placed = config["quant_method"] != "bitsandbytes"
     shape = shape_of(facts(quantization=config))
+    assert shape.may_be_far is is_placed
     load = Workload(prompt_tokens=64, output_tokens=64, max_requests=2)
     results = evaluate_placements(shape, load_profile("rtx4090-pcie4"), load, 1 << 30, 1 << 30)
     names = {result.placement for result in results}

@@ -6,24 +6,14 @@ from typing import Any
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part
 from vllm_tiered.adapter.checks.conditions import quantized_checkpoint, speculation
 from vllm_tiered.config import ROOT_KEY, TieredConfig, WeightsConfig
-
-_OF_EXPERTS = ("mxfp4", "gpt_oss_mxfp4")
-"""Methods that quantize routed experts alone."""
-
-PLACED_METHODS = {
-    "fp8": ("fp8",),
-    "compressed-tensors": ("compressed-tensors",),
-    "GPTQ": ("gptq", "auto_gptq", "gptq_marlin"),
-    "AWQ": ("awq", "auto_awq", "awq_marlin"),
-    "MXFP4": _OF_EXPERTS,
-}
-"""Formats of checkpoints whose layers are placed, with vLLM's names of their methods."""
+from vllm_tiered.weights.formats import PLACED_METHODS, QUANTIZES_EXPERTS_ALONE, is_placed
 
 
 def _find_other_quantization(vllm_config: Any) -> str | None:
     method = vllm_config.model_config.quantization
-    is_placed = method is None or any(method in names for names in PLACED_METHODS.values())
-    return None if is_placed else quantized_checkpoint(vllm_config)
+    if method is None or is_placed(method):
+        return None
+    return quantized_checkpoint(vllm_config)
 
 
 def _find_online_quantization(vllm_config: Any) -> str | None:
@@ -39,7 +29,7 @@ def _find_online_quantization(vllm_config: Any) -> str | None:
 
 def _find_quantization_beside_planned(vllm_config: Any) -> str | None:
     """Find a quantized checkpoint, where weights are planned or compressed."""
-    if vllm_config.model_config.quantization in _OF_EXPERTS:
+    if vllm_config.model_config.quantization in QUANTIZES_EXPERTS_ALONE:
         return None
     weights = _weights_config(vllm_config)
     if weights.shares_with_kv or weights.compress != "none":
