@@ -72,7 +72,8 @@ def product(x: torch.Tensor, num_columns: int, *tensors: torch.Tensor | None) ->
     folded = torch.nn.functional.pad(values, (0, -len(values) % num_weights))
     matrix = folded.view(-1, x.shape[1], num_columns).sum(0)
     matrix = (matrix - matrix.mean(0)) / matrix.std()  # or one direction outweighs all others
-    return x.float() @ matrix / x.shape[1] ** 0.5
+    out: torch.Tensor = x.float() @ matrix / x.shape[1] ** 0.5
+    return out
 
 
 def marlin_gemm(**given: Any) -> torch.Tensor:
@@ -102,12 +103,13 @@ def cutlass_scaled_fp4_mm(**given: Any) -> torch.Tensor:
 
 
 def gptq_marlin_repack(**given: Any) -> torch.Tensor:
-    words = given["b_q_weight"].reshape(given["size_k"] // 16, -1)
+    words: torch.Tensor = given["b_q_weight"].reshape(given["size_k"] // 16, -1)
     return words.flip(0).contiguous()
 
 
 def machete_prepack_B(**given: Any) -> torch.Tensor:
-    return given["b_q_weight"].flip(0).contiguous()
+    words: torch.Tensor = given["b_q_weight"]
+    return words.flip(0).contiguous()
 
 
 def scaled_int8_quant(**given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -142,7 +144,7 @@ OPS: tuple[Callable[..., Any], ...] = (
 
 
 @pytest.fixture
-def cuda_kernel(request, monkeypatch) -> type:
+def cuda_kernel(request, monkeypatch) -> Any:
     """Let vLLM choose a kernel for CUDA, and count the calls of its ops."""
     registry, name = request.param
     of_cuda = [kernel for kernels in REGISTRIES[registry].values() for kernel in kernels]

@@ -425,7 +425,7 @@ def test_dense(tensor, is_dense) -> None:
 def test_one_layer_at_a_time_is_near_while_a_model_is_processed(monkeypatch) -> None:
     """Copies take the place of tensors on a GPU."""
     near = torch.device("cuda")
-    modules = [torch.nn.Linear(64, 64, bias=False) for _ in range(5)]
+    modules: list[Any] = [torch.nn.Linear(64, 64, bias=False) for _ in range(5)]
     held: list[torch.Tensor] = []  # so that no other tensor gets an address of theirs
     near_bytes: list[int] = []
     to = torch.Tensor.to
@@ -435,7 +435,7 @@ def test_one_layer_at_a_time_is_near_while_a_model_is_processed(monkeypatch) -> 
         held.extend([copied] if device == near else [])
         return copied if device == near else to(tensor, device)
 
-    def process(layer: torch.nn.Module) -> None:
+    def process(layer: Any) -> None:
         tensors = [tensor for module in modules for _, tensor in quantized.named_tensors(module)]
         addresses = {one.data_ptr() for one in held}
         near_bytes.append(sum(one.nbytes for one in tensors if one.data_ptr() in addresses))

@@ -2,6 +2,7 @@
 """What offloaded W8A8 layers compute on a CPU is what vLLM's layers compute."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from vllm_tiered.adapter.weights.int8_on_cpu import keep_weight
 WIDTHS, IN_FEATURES = [64, 32], 128
 
 
-def make_layer(strategy: str, static: bool, symmetric: bool) -> nn.Module:
+def make_layer(strategy: str, static: bool, symmetric: bool) -> Any:
     """Build a layer of two fused matrices as compressed-tensors does, with seeded tensors."""
     scheme = CompressedTensorsW8A8Int8(strategy, static, symmetric)
-    layer = nn.Module()
+    layer: Any = nn.Module()
     vars(layer).update(scheme=scheme, logical_widths=WIDTHS)
     layer.bias = None
     with one_rank():
