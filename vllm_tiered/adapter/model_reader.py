@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm_tiered.adapter.one_rank import start_one_rank
 from vllm_tiered.planner.built_model import PREFIX
+from vllm_tiered.planner.quantised import method_of
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +62,8 @@ def read_model(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
     ):
         built = relus.build(initialize_model, vllm_config)
         facts = _facts(vllm_config, built)
-    return facts | {"quantization": quantization, "num_ranks": num_ranks}
+    method = _method(model, dtype, quantization) if quantization else None
+    return facts | {"quantization": quantization, "method": method, "num_ranks": num_ranks}
 
 
 def _facts(vllm_config: Any, built: Any) -> dict[str, Any]:
@@ -219,6 +221,19 @@ def _engine_config(model: str, dtype: str) -> tuple[Any, Any]:
         enable_prefix_caching=False,
     ).create_engine_config()
     return vllm_config, found[0] if found else None
+
+
+def _method(model: str, dtype: str, quantization: Any) -> str:
+    """Return vLLM's name of a checkpoint's method, which may not be that in its config.json."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        plain = EngineArgs(
+            model=model, dtype=dtype, skip_tokenizer_init=True, load_format="dummy"
+        ).create_model_config()
+        return str(plain.quantization)
+    except (NotImplementedError, ValueError):  # of a method that this platform lacks
+        return method_of(quantization)
 
 
 def _start_one_of(num_ranks: int, vllm_config: Any) -> None:

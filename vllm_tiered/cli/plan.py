@@ -70,6 +70,7 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
         max_requests=args.max_num_seqs,
+        max_batched_tokens=args.max_num_batched_tokens,
     )
     if shape.max_model_len is not None and load.tokens > shape.max_model_len:
         raise ConfigError(

@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest number of requests at a time (default: 256)",
     )
     parser.add_argument(
+        "--max-num-batched-tokens",
+        type=_count,
+        default=2048,
+        help="most tokens of a step (default: 2048; vLLM's own is 8192 on cards of 70 GiB and "
+        "more). A longer prompt is computed in chunks, each of which reads all far weights",
+    )
+    parser.add_argument(
         "--tensor-parallel-size", type=_count, default=1, help="number of ranks (default: 1)"
     )
     parser.add_argument(

@@ -62,6 +62,7 @@ def _serve(
         words.append(f"--tensor-parallel-size {args.tensor_parallel_size}")
     words.append(f"--max-model-len {load.tokens}")
     words.append(f"--max-num-seqs {requests}")
+    words.append(f"--max-num-batched-tokens {load.max_batched_tokens}")
     return words
 
 

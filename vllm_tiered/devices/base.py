@@ -125,6 +125,23 @@ class Device(ABC):
             BudgetError: the tier lacks the memory.
         """
 
+    def far_buffer_to_fill(self, num_pages: int, page_bytes: int) -> PageBuffer:
+        """Allocate far-tier pages that take memory as they are written, for :meth:`pin` later.
+
+        What is to be copied there may fill most of host memory, so that both would not fit.
+
+        Raises:
+            BudgetError: the tier lacks the memory.
+        """
+        return self.far_buffer(num_pages, page_bytes)
+
+    def pin(self, pages: PageBuffer) -> None:
+        """Make pages of :meth:`far_buffer_to_fill` ready for copies.
+
+        Raises:
+            BudgetError: the system lacks the memory, or refuses to lock it.
+        """
+
     def storage_buffer(
         self,
         path: str | Path,

@@ -22,7 +22,7 @@ from typing import Any
 from vllm_tiered import __version__
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.model_shape import BoundedKv, ModelShape, RoutedExperts
-from vllm_tiered.planner.quantised import Format, method_of, read_format
+from vllm_tiered.planner.quantised import Format, read_format
 from vllm_tiered.weights.formats import is_placed
 from vllm_tiered.weights.int4.layout import COMPRESS, can_compress, compressed_bytes
 from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, sublayers_of
@@ -106,8 +106,8 @@ def shape_of(facts: Mapping[str, Any], *, compress: str = "none") -> ModelShape:
         dtype_bytes=width,
         experts=RoutedExperts(names=frozenset(routed), **experts) if experts else None,
         quantization=None if quantised is None else quantised.name,
-        quantized_bits=None if quantised is None else quantised.bits,
-        may_be_far=quantised is None or is_placed(method_of(facts["quantization"])),
+        quantized_bits=None if quantised is None or quantised.others else quantised.bits,
+        may_be_far=quantised is None or is_placed(str(facts["method"])),
         max_model_len=facts["max_model_len"],
         matrices=_matrices(facts["layers"]),
         hidden_size=int(facts.get("hidden_size", 0)),
@@ -133,8 +133,9 @@ def _bytes_of(
     if quantised is not None and (parameter["linear"] or parameter["routed"]):
         module = f"{path}.{name.rpartition('.')[0]}"
         is_matrix = len(shape) > 1 and not name.endswith("bias")
-        if is_matrix and quantised.applies_to(module, is_expert=parameter["routed"]):
-            return round(num_bytes / width * quantised.bytes_per_weight)
+        found = quantised.of(module, is_expert=parameter["routed"]) if is_matrix else None
+        if found is not None:
+            return round(num_bytes / width * found.bytes_per_weight)
     if compress == "int4" and parameter["movable"] and len(shape) == 2 and can_compress(*shape):
         return compressed_bytes(shape[0], shape[1], width)
     return num_bytes
@@ -234,6 +235,8 @@ def _cache_file(folder: Path, dtype: str, num_ranks: int) -> Path:
     except StopIteration:
         engine = "none"
     config = (folder / "config.json").read_bytes()
+    if (of_modelopt := folder / "hf_quant_config.json").exists():
+        config += of_modelopt.read_bytes()
     versions = [__version__, engine, metadata.version("transformers") if engine != "none" else ""]
     key = json.dumps([*versions, dtype, num_ranks]).encode() + config
     key += b"".join((_ADAPTER / source).read_bytes() for source in _SOURCES)

@@ -85,7 +85,7 @@ def plan_host(
     Returns:
         None if nothing is far, or the host is not known to be faster than the link.
     """
-    rate = host_bytes_per_s(machine)
+    rate = host_bytes_per_s(machine, placement.far_bytes)
     far = [at for at, (parameters, _) in enumerate(placement.offloaded) if parameters]
     if not far or rate is None:
         return None
@@ -110,11 +110,27 @@ def plan_host(
     )
 
 
-def host_bytes_per_s(machine: Machine) -> float | None:
-    """Return what the processor can read beside the link; None if unknown, or nothing is left."""
+def host_bytes_per_s(machine: Machine, far_bytes: int = 0) -> float | None:
+    """Return what the processor can read beside the link; None if unknown, or nothing is left.
+
+    Args:
+        machine: machine to predict for.
+        far_bytes: far weights. Each sublayer has the same shares of them in all tiers, so that of
+            slower tiers, too, the processor has what the link leaves.
+    """
     if machine.host_gb_per_s is None:
         return None
-    left = machine.host_gb_per_s - machine.read_gb_per_s
+    read = machine.host_gb_per_s
+    if machine.far_tiers and far_bytes:
+        fastest = machine.far_tiers.tiers[0]
+        parts = machine.far_tiers.bytes_by_tier(far_bytes)
+        # The first tier is the host's own memory; the link may be slower than what it reads from.
+        rates = [
+            machine.host_gb_per_s if tier is fastest else tier.gb_per_s
+            for tier in machine.far_tiers
+        ]
+        read = far_bytes / sum(part / rate for part, rate in zip(parts, rates, strict=True))
+    left = read - machine.far_gb_per_s(far_bytes)
     return left * 1e9 if left > 0 else None
 
 
@@ -126,7 +142,7 @@ def host_step(
     sublayers: tuple[int, ...],
 ) -> StepTime:
     """Predict a decode step in which the host computes the far weights of these sublayers."""
-    rate = host_bytes_per_s(machine)
+    rate = host_bytes_per_s(machine, placement.far_bytes)
     assert rate is not None
     times = compute_times(shape, machine, batch, placement)
     link = far_link(machine, placement.far_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_tiered.errors import UnsupportedError
@@ -36,6 +36,8 @@ class Format:
         zero_bits: bits of a zero point; 0 without.
         ignored: names of modules that are not quantised: plain, with ``*``, or ``re:`` patterns.
         only_experts: only routed experts are quantised.
+        targets: names of the modules that are, as for ``ignored``; empty for all others.
+        others: formats of modules that are no targets of this one.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Format:
     zero_bits: int = 0
     ignored: tuple[str, ...] = ()
     only_experts: bool = False
+    targets: tuple[str, ...] = ()
+    others: tuple[Format, ...] = ()
 
     @property
     def bytes_per_weight(self) -> float:
@@ -53,12 +57,17 @@ class Format:
         return (self.bits + shared) / 8
 
     def applies_to(self, path: str, *, is_expert: bool) -> bool:
-        """Return whether a linear layer or the experts at this path are quantised."""
+        """Return whether a linear layer or the experts at this path have this format."""
         if self.only_experts and not is_expert:
             return False
-        return not any(
-            _is_named(name, pattern) for pattern in self.ignored for name in _names(path)
-        )
+        if self.targets and not _is_any(path, self.targets):
+            return False
+        return not _is_any(path, self.ignored)
+
+    def of(self, path: str, *, is_expert: bool) -> Format | None:
+        """Return the format of a linear layer or the experts; None if they are not quantised."""
+        formats = (self, *self.others)
+        return next((one for one in formats if one.applies_to(path, is_expert=is_expert)), None)
 
 
 def read_format(config: Mapping[str, Any]) -> Format:
@@ -67,6 +76,7 @@ def read_format(config: Mapping[str, Any]) -> Format:
     Raises:
         UnsupportedError: its bytes cannot be told.
     """
+    config = _flat(config)
     method = method_of(config)
     ignored = tuple(
         str(name) for key in _IGNORED_KEYS for name in _list(config.get(key)) if name is not None
@@ -110,16 +120,25 @@ def read_format(config: Mapping[str, Any]) -> Format:
 
 def method_of(config: Mapping[str, Any]) -> str:
     """Return the name of the method of a `quantization_config`; "" if it has none."""
+    config = _flat(config)
     return str(config.get("quant_method") or config.get("quant_algo") or "").lower()
 
 
 def _compressed_tensors(config: Mapping[str, Any], ignored: tuple[str, ...]) -> Format:
-    groups = config.get("config_groups") or {}
-    weights = next((g["weights"] for g in groups.values() if g.get("weights")), None)
-    if weights is None:
+    groups = [g for g in (config.get("config_groups") or {}).values() if g.get("weights")]
+    if not groups:
         raise UnsupportedError("the checkpoint's compressed-tensors name no format of weights")
+    formats = [_of_group(group, ignored) for group in groups]
+    # A group of all linear layers has what no other group names.
+    first, *others = sorted(formats, key=lambda one: not one.targets)
+    return replace(first, others=tuple(others))
+
+
+def _of_group(group: Mapping[str, Any], ignored: tuple[str, ...]) -> Format:
+    weights = group["weights"]
     bits = int(weights["num_bits"])
     is_float4 = bits == 4 and weights.get("type") == "float"
+    targets = tuple(str(target) for target in group.get("targets") or ())
     return Format(
         name=f"compressed-tensors {bits} bit",
         bits=bits,
@@ -127,7 +146,18 @@ def _compressed_tensors(config: Mapping[str, Any], ignored: tuple[str, ...]) -> 
         scale_bits=8 if is_float4 else 16,
         zero_bits=0 if weights.get("symmetric", True) else bits,
         ignored=ignored,
+        targets=() if "Linear" in targets else targets,
     )
+
+
+def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a file of ModelOpt's, which are a part of it, as they are elsewhere."""
+    part = config.get("quantization")
+    return {"quant_method": "modelopt", **part} if isinstance(part, Mapping) else config
+
+
+def _is_any(path: str, patterns: Iterable[str]) -> bool:
+    return any(_is_named(name, pattern) for pattern in patterns for name in _names(path))
 
 
 def _group(size: Any) -> int | None:

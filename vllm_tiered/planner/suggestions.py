@@ -103,7 +103,14 @@ def _changes(case: Case, *, fits: bool) -> Iterator[tuple[str, Case]]:
 def _with_cxl(case: Case, num_bytes: int) -> Machine:
     """Return the machine with so much CXL memory for what exceeds its far memory."""
     machine = case.machine
-    present = tuple(machine.far_tiers) or (FarTier("DRAM", case.far_bytes, machine.read_gb_per_s),)
+    present = [FarTier("DRAM", case.far_bytes, machine.read_gb_per_s)]
+    if machine.far_tiers:  # as much of them as there may be now
+        parts = machine.far_tiers.bytes_by_tier(case.far_bytes)
+        present = [
+            tier._replace(capacity_bytes=part)
+            for tier, part in zip(machine.far_tiers, parts, strict=True)
+            if part
+        ]
     cxl = FarTier("CXL", num_bytes, min(_CXL_GB_PER_S, machine.read_gb_per_s))
     tiers = sorted((*present, cxl), key=lambda tier: -tier.gb_per_s)
     return replace(machine, far_tiers=replace(machine.far_tiers, tiers=tuple(tiers)))

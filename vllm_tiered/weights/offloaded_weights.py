@@ -99,7 +99,9 @@ class OffloadedWeights:
         # a step and compute wait in the other.
         extents = tuple(far for far, _ in sizes if far)
         with device.with_nodes(replace(device.node_use, extents=extents)):
-            self._far = device.far_buffer(self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT)
+            self._far = device.far_buffer_to_fill(
+                self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT
+            )
         buffer_pages = max((e.buffer_page + e.num_pages for e in self._extents), default=0)
         self.buffer_bytes = buffer_pages * BUFFER_ALIGNMENT
         self._packing = packing_for(near_device)
@@ -115,9 +117,10 @@ class OffloadedWeights:
         It publishes the stored parameters first. Call it once, when all weights are loaded.
 
         Raises:
-            BudgetError: the disk is full.
+            BudgetError: the disk is full, or far memory cannot be pinned.
         """
         self._move_to_buffers()
+        self._device.pin(self._far)
         pool = WeightBufferPool(
             device=self._device,
             far=self._far,

@@ -61,7 +61,7 @@ STATE = {"page_bytes": 10_000, "block_tokens": 448, "most": 0, "operations": 0}
 
 
 def facts(layers=(DENSE, DENSE), kv=(FULL, FULL), **changes):
-    return {
+    found = {
         "architecture": "SomeForCausalLM",
         "path": "model.layers",
         "layers": list(layers),
@@ -70,9 +70,13 @@ def facts(layers=(DENSE, DENSE), kv=(FULL, FULL), **changes):
         "kv": list(kv),
         "dtype_bytes": 2,
         "quantization": None,
+        "method": None,
         "max_model_len": 4096,
         **changes,
     }
+    if found["quantization"]:
+        found["method"] = found["quantization"]["quant_method"]
+    return found
 
 
 def test_sublayers_are_those_of_the_engine():

@@ -88,6 +88,7 @@ class PlacementChooser:
         near_device: torch.device,
         *,
         is_loaded: bool = False,
+        freed_bytes: int = 0,
     ) -> Placement:
         """Return the placement of the layers.
 
@@ -96,6 +97,7 @@ class PlacementChooser:
             compressed: for each layer, the matrices that will be in 4 bit.
             near_device: torch device that computes.
             is_loaded: whether the layers are loaded and processed, so that they can be timed.
+            freed_bytes: host memory that the layers have until they are placed.
 
         Raises:
             BudgetError: the placement does not fit its budgets.
@@ -111,7 +113,7 @@ class PlacementChooser:
             if far_bytes is None:
                 # Usable memory differs a little from start to start. A file is used as long as its
                 # far part fits usable memory, even if it exceeds FAR_SHARE of it.
-                usable = read_host_memory().usable_bytes // self._num_ranks
+                usable = read_host_memory().usable_bytes // self._num_ranks + freed_bytes
                 at_most = max(0, usable - self._elsewhere_bytes())
                 far_bytes = int(FAR_SHARE * at_most)
             self.store = self._open_store(config.storage_path, layers, near_device)

@@ -189,7 +189,11 @@ class TieredOffloader(BaseOffloader):
         is_compressed = self._config.compress == "int4"
         compressed = compressible_weights(layers) if is_compressed else [set() for _ in layers]
         self.placement = placement = self._chooser.choose(
-            layers, compressed, near_device, is_loaded=bool(self._waiting)
+            layers,
+            compressed,
+            near_device,
+            is_loaded=bool(self._waiting),
+            freed_bytes=self._waiting_bytes(),
         )
         store = self._chooser.store if placement.storage_bytes else None
         if store is not None:
@@ -198,6 +202,13 @@ class TieredOffloader(BaseOffloader):
         self._assign_tiers(layers, compressed, placement, near_device, store)
         remember_placement(placement)
         self._announce(placement)
+
+    def _waiting_bytes(self) -> int:
+        """Return the host memory of loaded layers, which their placement will free or take."""
+        if self._waits_in_files:
+            return 0
+        tensors = (one for layer in self._waiting for _, one in tensors_of_readers(layer))
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
 
     def _placed(self, layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return placed_tensors(layer, self._is_elsewhere)

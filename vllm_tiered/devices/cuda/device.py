@@ -31,6 +31,7 @@ from vllm_tiered.devices.cuda.host_memory import (
     PinnedPages,
     allocate_pinned,
     map_near_gpu,
+    pin,
 )
 from vllm_tiered.devices.cuda.queue import CopyQueue
 from vllm_tiered.devices.cuda.runtime import RawEvent, Runtime
@@ -74,6 +75,7 @@ class CudaDevice(StorageDevice):
         self._engine_run_bytes = engine_run_bytes
         self._changed = threading.Condition(threading.RLock())
         self._memory: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
+        self._unpinned: dict[PageBuffer, PinnedMemory] = {}
         self._queues = {
             direction: CopyQueue(
                 runtime, self._changed, self._allocate_pinned, self._launch_ready, num_ids
@@ -109,6 +111,20 @@ class CudaDevice(StorageDevice):
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32), codec)
         return PinnedPages(data, codec=codec)
+
+    def far_buffer_to_fill(self, num_pages: int, page_bytes: int) -> PageBuffer:
+        memory, data = map_near_gpu(self._runtime, num_pages * page_bytes, self.node_use)
+        pages = PinnedPages(data.view(num_pages, page_bytes))
+        self._unpinned[pages] = memory
+        return pages
+
+    def pin(self, pages: PageBuffer) -> None:
+        memory = self._unpinned.pop(pages)
+        data = pages.data.view(-1)
+        if len(data):
+            pin(self._runtime, memory, data)
+            self._memory.add(memory)
+            self._runtime.compile_for(pages.data.view(torch.int32), None)
 
     def prepare(
         self,

@@ -92,8 +92,18 @@ def allocate_pinned(
         BudgetError: the system lacks the memory, or refuses to lock it.
     """
     memory, data = map_near_gpu(runtime, num_bytes, use)
-    if not num_bytes:
-        return memory, data
+    if num_bytes:
+        pin(runtime, memory, data)
+    return memory, data
+
+
+def pin(runtime: Runtime, memory: PinnedMemory, data: torch.Tensor) -> None:
+    """Pin memory of :func:`map_near_gpu`, of which ``data`` is all.
+
+    Raises:
+        BudgetError: the system lacks the memory, or refuses to lock it.
+    """
+    num_bytes = data.nbytes
     try:
         memory.pin(runtime, data.data_ptr(), num_bytes)
     except RuntimeError as error:
@@ -101,7 +111,6 @@ def allocate_pinned(
             f"CUDA could not pin {format_bytes(num_bytes)} of host memory as far tier "
             f"({error}): {_KNOBS}{_locked_limit(num_bytes)}"
         ) from error
-    return memory, data
 
 
 def _locked_limit(num_bytes: int) -> str:
