@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
 from benchmarks.inputs.shapes import random_model_dir
 from tests.e2e import harness
-from tests.e2e.harness import engine, generate, random_prompts
+from tests.e2e.harness import engine, generate, random_prompts, run
 from tests.fakes.devices import DelayedDevice
 from vllm_tiered.adapter.weights import offloader, quantized
 
@@ -187,12 +187,15 @@ def checkpoint(form, tmp_path) -> str:
     return name
 
 
-@pytest.mark.parametrize(
+each_kernel = pytest.mark.parametrize(
     ("form", "cuda_kernel"),
     [(form, (registry, name)) for form, registry, name in CASES],
     indirect=["cuda_kernel"],
     ids=[f"{form}-{name}" for form, _, name in CASES],
 )
+
+
+@each_kernel
 def test_tokens_are_those_of_near_weights(checkpoint, cuda_kernel, monkeypatch) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16"}
     with engine(checkpoint, {"enabled": False}, weights=NEAR, **options) as llm:
@@ -218,3 +221,17 @@ def test_tokens_are_those_of_near_weights(checkpoint, cuda_kernel, monkeypatch) 
         far = weights._far.data[extent.far_page : extent.far_page + extent.num_far_pages]
         far.copy_(far.flip(0).flip(1))
         assert generate(llm, PROMPTS) != expected
+
+
+@pytest.mark.slow
+@each_kernel
+def test_other_placements_and_files(checkpoint, cuda_kernel, tmp_path, monkeypatch) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    expected = run(checkpoint, PROMPTS, {"enabled": False}, weights=NEAR, **options).tokens
+    monkeypatch.setattr(offloader, "make_device", lambda: DelayedDevice(3, 0.002))
+    stored = {**FAR, "storage_path": str(tmp_path / "stored"), "far_gib": 0}
+    for weights in ({"placement": "helm"}, {"placement": "latency", "near_gib": 0.003}, stored):
+        found = run(checkpoint, PROMPTS, {"enabled": False}, weights=weights, **options)
+        assert found.tokens == expected
+        assert found.manifest["weights"]["placement"] == weights["placement"]
+    assert found.manifest["weights"]["storage_bytes"] > 0

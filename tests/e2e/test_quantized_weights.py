@@ -327,6 +327,37 @@ def test_each_format_in_each_placement_and_from_a_file(form, tmp_path, reference
     assert result.manifest["weights"]["storage_bytes"] > 0
 
 
+KINDS = {
+    "deepseek_v2": (*(f"{at}.mlp" for at in range(1, 9)), "kv_b_proj"),
+    "qwen3_moe": ("mlp",),
+    "granite_hybrid": ("conv1d", "block_sparse_moe"),
+    "qwen3_next": ("mlp", "conv1d", "linear_attn.in_proj"),
+}
+"""Kinds of models, and parts of the names of what stays in 16 bit, as in published checkpoints."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_layers_of_other_kinds(kind, tmp_path, delayed) -> None:
+    """Latent attention, mixtures, recurrent states, in HeLM's placement and from a file."""
+    (tmp_path / "model").mkdir()
+    name, source = f"{kind}-fp8", random_model_dir(kind)
+    folder = quantized_model_dir(source, "compressed_fp8", tmp_path / "model", keep=KINDS[kind])
+    harness.PATHS[name] = str(folder)
+    dtype = "bfloat16" if kind == "qwen3_next" else "float32"
+    near = {"placement": "flexgen", "percents": [100, 0, 0]}
+    if dtype == "float32":
+        expected = vllm_tokens(name, PROMPTS)
+    else:  # vLLM packs the head, which rounds otherwise in 16 bit
+        expected = run(name, PROMPTS, KV_OFF, weights=near, dtype=dtype).tokens
+    assert len({token for tokens in expected for token in tokens}) > 10
+    stored = {"placement": "all_far", "storage_path": str(tmp_path), "far_gib": 0}
+    for weights in (*PLACEMENTS, stored):
+        found = run(name, PROMPTS, KV_OFF, weights=weights, dtype=dtype)
+        assert found.tokens == expected
+    assert found.manifest["weights"]["storage_bytes"] > 0
+
+
 @pytest.mark.slow
 @AVX512
 @pytest.mark.parametrize("form", INT4)

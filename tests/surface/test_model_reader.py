@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks.harness.cache import cache_root
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
 from tests.fixtures.real_models import NESTED, REAL_MODELS
@@ -30,7 +31,19 @@ FEW = (
 )
 
 
-def read(folder, names, *, dtype="auto", ranks=1, configs=None):
+_READER = """
+import sys
+from vllm.model_executor.models import registry
+from benchmarks.suites.support.families import StandIns
+from vllm_tiered.adapter.model_reader import main
+StandIns.roots = ("torchvision",)  # which vision towers import
+sys.meta_path.append(StandIns())
+registry._run_in_subprocess = lambda inspect: inspect()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def read(folder, names, *, dtype="auto", ranks=1, configs=None, stands_in=False):
     """Return the shapes of models by name, all read in one process."""
     configs = configs or {name: model.config for name, model in REAL_MODELS.items()}
     models = []
@@ -38,8 +51,9 @@ def read(folder, names, *, dtype="auto", ranks=1, configs=None):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(configs[name]))
         models.append(str(folder / name))
+    program = ("-c", _READER) if stands_in else ("-m", "vllm_tiered.adapter.model_reader")
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_tiered.adapter.model_reader", dtype, str(ranks), *models],
+        [sys.executable, *program, dtype, str(ranks), *models],
         capture_output=True,
         text=True,
         check=True,
@@ -171,8 +185,7 @@ def test_experts_are_known_and_stay_near(few):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NESTED)
 def test_the_language_model_of_a_nested_configuration(name, tmp_path):
-    pytest.importorskip("torchvision", reason="vLLM imports the vision towers with it")
-    (nested,) = read(tmp_path, [name], configs=NESTED).values()
+    (nested,) = read(tmp_path, [name], configs=NESTED, stands_in=True).values()
     (tmp_path / "flat").mkdir()
     (flat,) = read(tmp_path / "flat", [name]).values()
     assert nested.kv_bytes_per_token == flat.kv_bytes_per_token
@@ -187,6 +200,27 @@ def test_bytes_are_those_of_the_files_on_this_machine(form, tmp_path):
     if form is not None:
         (tmp_path / "model").mkdir()
         folder = quantized_model_dir(folder, form, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (shape,) = read(tmp_path, ["model-read"], configs={"model-read": config}).values()
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert shape.layer_bytes + shape.other_bytes == pytest.approx(files, rel=0.01)
+
+
+@pytest.mark.parametrize(("algorithm", "is_placed"), [("NVFP4", True), ("MXFP8", False)])
+def test_a_format_is_called_what_vllm_calls_it(algorithm, is_placed, tmp_path):
+    """Checkpoints of one method may be of several in vLLM, of which not all are placed."""
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    config = {**REAL_MODELS["SmolLM2-135M"].config, "quantization_config": settings}
+    (shape,) = read(tmp_path, ["model"], configs={"model": config}).values()
+    assert shape.may_be_far is is_placed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b", "gemma-3-270m"])
+def test_bytes_are_those_of_larger_files_on_this_machine(name, tmp_path):
+    folder = cache_root(None) / name
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"{name} is not prepared in {folder.parent}")
     config = json.loads((folder / "config.json").read_text())
     (shape,) = read(tmp_path, ["model-read"], configs={"model-read": config}).values()
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -95,6 +95,20 @@ def test_it_prints_the_command_that_serves_the_plan(model, capsys):
     assert "--kv-cache-memory-bytes 9" in out and "--dtype bfloat16" in out
 
 
+def test_chunks_of_prompts_are_those_of_the_command(model, capsys):
+    args = ("--prompt-tokens", "4096", "--output-tokens", "16", "--target", "latency")
+    seconds = []
+    for chunk in ("512", "4096"):
+        chunks = (*args, "--max-num-batched-tokens", chunk)
+        assert plan(model, *chunks, near="3") == 0
+        assert f" --max-num-batched-tokens {chunk}\n" in capsys.readouterr().out
+        assert plan(model, *chunks, "--json", near="3") == 0
+        answer = json.loads(capsys.readouterr().out)
+        (latency,) = (one for one in answer["placements"] if one["placement"] == "latency")
+        seconds.append(latency["prefill_seconds"])
+    assert seconds[0] > 2 * seconds[1], "far weights are read eight times, or once"
+
+
 def test_the_command_is_one_that_vllm_understands(model, capsys):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -135,7 +135,7 @@ class Device(ABC):
         """
         return self.far_buffer(num_pages, page_bytes)
 
-    def pin(self, pages: PageBuffer) -> None:
+    def pin(self, pages: PageBuffer) -> None:  # noqa: B027 - most devices have nothing to do
         """Make pages of :meth:`far_buffer_to_fill` ready for copies.
 
         Raises:

@@ -151,7 +151,7 @@ def _of_group(group: Mapping[str, Any], ignored: tuple[str, ...]) -> Format:
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a file of ModelOpt's, which are a part of it, as they are elsewhere."""
+    """Return the settings, which are a part of a file of ModelOpt's."""
     part = config.get("quantization")
     return {"quant_method": "modelopt", **part} if isinstance(part, Mapping) else config
 

@@ -2,8 +2,8 @@
 """What each part of the plugin says to each family of models, asked in one process.
 
 A family's configuration is written to a folder, and vLLM makes an engine's configuration from it,
-with the plugin and without. If KV swapping has not stepped aside then, the model is built on the
-meta device, without weights, and its layers are looked at.
+with the plugin and without. The model is then built on the meta device, without weights, and its
+layers are looked at.
 
 Usage: python -m benchmarks.suites.support.families FOLDER [FAMILY ...]; a line of JSON each.
 """
@@ -33,7 +33,7 @@ def main() -> int:
 
     plugin.register()
     _start_one_rank()
-    sys.meta_path.append(_StandIns())  # behind the finders of what is installed
+    sys.meta_path.append(StandIns())  # behind the finders of what is installed
     for name in names or FAMILIES:
         found = look_at(FAMILIES[name], Path(folder) / name)
         print(f"{PREFIX}{json.dumps({'family': name, **found})}", flush=True)
@@ -69,11 +69,15 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
     if not plain.model_config.is_moe:
         found["experts"] = "it has no experts"
     found["kv"] = config.additional_config.get(ASIDE_KEY, {}).get("kv")
-    if found["kv"] is None:
-        try:
-            found["kv"], found["kv_v2"] = _obstacles_of_built(config)
-        except Exception as error:
-            found["kv"] = f"not built: {_first_line(error)}"
+    try:
+        built = _build(config)
+    except Exception as error:
+        problem = f"not built: {_first_line(error)}"
+        found |= {part: found[part] or problem for part in ("kv", "weights")}
+    else:
+        found["weights"] = found["weights"] or _nothing_to_place(built)
+        if found["kv"] is None:
+            found["kv"], found["kv_v2"] = _obstacles_of_kv(config)
     found.setdefault("kv_v2", found["kv"])
     return found
 
@@ -112,14 +116,12 @@ def _engine_config(family: Family, folder: Path, additional: dict[str, Any]) -> 
     ).create_engine_config()
 
 
-def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
-    """Return what keeps KV swapping away under vLLM's model runners V1 and V2."""
+def _build(vllm_config: Any) -> Any:
+    """Build a model without weights; raises what its class raises."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from vllm_tiered.adapter.kv.obstacles import find_model_obstacle
 
     with (
         set_current_vllm_config(vllm_config),
@@ -128,7 +130,26 @@ def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
         patch("torch.cuda.Stream"),  # which some models have, and no CPU
         patch("torch.cuda.Event"),
     ):
-        initialize_model(vllm_config)
+        return initialize_model(vllm_config)
+
+
+def _nothing_to_place(built: Any) -> str | None:
+    """Return that the decoder's layers have no weights to place; None if they have."""
+    from torch import nn
+
+    from vllm_tiered.adapter.weights.layer_weights import movable_parameters
+
+    stacks = [module for module in built.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(p.nbytes for p in stack.parameters()) for stack in stacks]
+    layers = max(zip(sizes, stacks, strict=True), key=lambda one: one[0])[1] if stacks else ()
+    is_found = any(movable_parameters(layer) for layer in layers)
+    return None if is_found else "no layer has weights to place"
+
+
+def _obstacles_of_kv(vllm_config: Any) -> tuple[str | None, str | None]:
+    """Return what keeps KV swapping away under vLLM's model runners V1 and V2."""
+    from vllm_tiered.adapter.kv.obstacles import find_model_obstacle
+
     found = []
     for version in ("0", "1"):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = version
@@ -137,19 +158,19 @@ def _obstacles_of_built(vllm_config: Any) -> tuple[str | None, str | None]:
     return found[0], found[1]
 
 
-class _StandIns(MetaPathFinder, Loader):
+class StandIns(MetaPathFinder, Loader):
     """Finder of packages that classes of models import, and that this machine cannot have.
 
     torchvision does not fit vLLM's CPU build, and CUTLASS's kernels are for GPUs. A model's layers
     can be told without either.
     """
 
-    _ROOTS = ("cuda", "cutlass", "torchvision")
+    roots = ("cuda", "cutlass", "torchvision")
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in self._ROOTS:
+        if fullname.partition(".")[0] not in self.roots:
             return None
         return ModuleSpec(fullname, self, is_package=True)
 

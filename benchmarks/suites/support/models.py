@@ -7,7 +7,7 @@ the plugin on its defaults. What the plugin then says is counted: its checks of 
 and its look at the layers of the model, built without weights. Nothing is computed.
 
 A family that this vLLM cannot make an engine of here counts as not taken. Weights and the FFN are
-counted where the recipe has a 16-bit variant, as quantised checkpoints are refused.
+counted where the recipe has a variant that they take.
 """
 
 from __future__ import annotations

@@ -100,6 +100,22 @@ def test_a_link_as_fast_as_host_memory_leaves_the_host_nothing():
     assert plan_host(LLAMA, fast, ALL_FAR, ONE) is None
 
 
+def test_the_host_reads_a_slower_tier_no_faster_than_it_is():
+    """Of 300 GB, 26 are in CXL memory: link and processor share 28 GB/s of it, and 240 of DRAM."""
+    machine = load_profile("h200-dram-cxl-asic")
+    dram, cxl = machine.far_tiers
+    far_bytes = dram.capacity_bytes + 26 * 10**9
+    seconds = dram.capacity_bytes / (machine.host_gb_per_s * 1e9) + 26 / cxl.gb_per_s
+    left = host_bytes_per_s(machine, far_bytes)
+    assert left == pytest.approx(far_bytes / seconds - 1e9 * machine.far_gb_per_s(far_bytes))
+    assert left < host_bytes_per_s(machine, dram.capacity_bytes)
+    slow = dataclasses.replace(
+        machine,
+        far_tiers=dataclasses.replace(machine.far_tiers, tiers=(dram._replace(gb_per_s=200),)),
+    )
+    assert host_bytes_per_s(slow, 10**9) == pytest.approx(40e9)
+
+
 def test_without_far_weights_or_figures_there_is_no_plan():
     assert plan_host(LLAMA, DESKTOP, baseline("all near", LLAMA), ONE) is None
     assert plan_host(LLAMA, load_profile("gh200"), ALL_FAR, ONE) is None

@@ -81,6 +81,31 @@ def test_modules_are_left_out_by_pattern_by_name_and_by_a_part_of_a_fused_matrix
     assert not read_format(MXFP4).applies_to("model.layers.1.self_attn.o_proj", is_expert=False)
 
 
+def test_each_group_of_compressed_tensors_has_its_own_bits():
+    def group(bits, target, **others):
+        return {"targets": [target], "weights": {"num_bits": bits, "type": "float", **others}}
+
+    mixed = read_format(
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": group(8, "re:.*self_attn.*"),
+                "group_1": group(4, "Linear", group_size=16),
+            },
+            "ignore": ["lm_head"],
+        }
+    )
+    attention = mixed.of("model.layers.0.self_attn.qkv_proj", is_expert=False)
+    ffn = mixed.of("model.layers.0.mlp.down_proj", is_expert=False)
+    assert (attention.bytes_per_weight, ffn.bytes_per_weight) == (1, 4.5 / 8)
+    assert mixed.of("lm_head", is_expert=False) is None
+
+
+def test_a_file_of_modelopts_has_its_settings_in_a_part():
+    found = read_format({"producer": {}, "quantization": {"quant_algo": "NVFP4"}})
+    assert found.bytes_per_weight == 4.5 / 8
+
+
 def test_mxfp4_is_of_experts_alone():
     experts = "model.layers.1.mlp.experts.routed_experts"
     assert read_format(MXFP4).applies_to(experts, is_expert=True)

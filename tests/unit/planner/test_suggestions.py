@@ -85,6 +85,15 @@ def test_memory_that_is_slower_than_the_link_serves_slower():
     assert found[tier].tokens_per_s < 0.8 * found[more].tokens_per_s
 
 
+def test_one_more_tier_is_behind_those_that_may_be_used_now():
+    """The machine has more DRAM than far memory may take, and CXL memory that is not used yet."""
+    asked = dataclasses.replace(case(6, 2), machine=load_profile("h200-dram-cxl-asic"))
+    found = changes(asked)
+    (more,) = (change for change in found if "more far memory" in change)
+    (tier,) = (change for change in found if change.startswith("one more tier, "))
+    assert found[tier].tokens_per_s < 0.8 * found[more].tokens_per_s
+
+
 def test_shorter_prompts_are_suggested_where_a_long_one_does_not_fit():
     load = dataclasses.replace(LOAD, prompt_tokens=30_000)
     (change,) = (c for c in changes(case(5, load=load)) if c.startswith("prompts of at most"))

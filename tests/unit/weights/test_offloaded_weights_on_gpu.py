@@ -163,6 +163,20 @@ def test_outputs_are_equal(haste, engine_run_bytes):
         assert not wrong_steps(model), seed
 
 
+def test_far_memory_takes_nothing_before_weights_are_in_it():
+    """Loaded layers may fill host memory; pinning would take as much again at once."""
+    model = Model(0, 0.3)
+    runtime = model.device._runtime
+    assert not runtime.pinned
+    model.load()
+    pool = model.far.start_streaming()
+    far = model.far._far.data
+    assert far.data_ptr() in runtime.pinned and runtime._is_pinned(far)
+    model.step(pool)
+    model.device.close()
+    assert not runtime.pinned
+
+
 @pytest.mark.parametrize("haste", HASTES)
 def test_outputs_are_equal_in_four_bit(haste, kernels):
     for seed in range(2):
