@@ -104,11 +104,14 @@ def test_the_host_reads_a_slower_tier_no_faster_than_it_is():
     """Of 300 GB, 26 are in CXL memory: link and processor share 28 GB/s of it, and 240 of DRAM."""
     machine = load_profile("h200-dram-cxl-asic")
     dram, cxl = machine.far_tiers
+    assert machine.host_gb_per_s is not None
     far_bytes = dram.capacity_bytes + 26 * 10**9
     seconds = dram.capacity_bytes / (machine.host_gb_per_s * 1e9) + 26 / cxl.gb_per_s
     left = host_bytes_per_s(machine, far_bytes)
+    of_dram = host_bytes_per_s(machine, dram.capacity_bytes)
+    assert left is not None and of_dram is not None
     assert left == pytest.approx(far_bytes / seconds - 1e9 * machine.far_gb_per_s(far_bytes))
-    assert left < host_bytes_per_s(machine, dram.capacity_bytes)
+    assert left < of_dram
     slow = dataclasses.replace(
         machine,
         far_tiers=dataclasses.replace(machine.far_tiers, tiers=(dram._replace(gb_per_s=200),)),

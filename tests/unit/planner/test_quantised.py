@@ -97,6 +97,7 @@ def test_each_group_of_compressed_tensors_has_its_own_bits():
     )
     attention = mixed.of("model.layers.0.self_attn.qkv_proj", is_expert=False)
     ffn = mixed.of("model.layers.0.mlp.down_proj", is_expert=False)
+    assert attention is not None and ffn is not None
     assert (attention.bytes_per_weight, ffn.bytes_per_weight) == (1, 4.5 / 8)
     assert mixed.of("lm_head", is_expert=False) is None
 

@@ -4,6 +4,7 @@
 import random
 from functools import partial
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_outputs_are_equal(haste, engine_run_bytes):
 def test_far_memory_takes_nothing_before_weights_are_in_it():
     """Loaded layers may fill host memory; pinning would take as much again at once."""
     model = Model(0, 0.3)
-    runtime = model.device._runtime
+    runtime: Any = model.device._runtime
     assert not runtime.pinned
     model.load()
     pool = model.far.start_streaming()
