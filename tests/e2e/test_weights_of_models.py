@@ -224,22 +224,41 @@ def test_both_in_files(tmp_path: Path) -> None:
 
 # Drafts, adapters, other code -----------------------------------------------------------
 
+OTHERS = ("helm", "latency", "stored")
 
-def test_a_draft_models_layers_stay_near(delayed) -> None:
+
+@pytest.fixture(params=["all_far", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
+def weights(request, tmp_path) -> dict[str, Any]:
+    """Each placement; `stored` is all far, and in a file."""
+    if request.param == "stored":
+        return {**ALL_FAR, "storage_path": str(tmp_path), "far_gib": 0}
+    near = {"near_gib": 0.005} if request.param == "latency" else {}
+    return {"placement": request.param, **near}
+
+
+def check_offloaded(weights: dict[str, Any]) -> None:
+    stated = (manifest.current() or {})["weights"]
+    assert stated["placement"] == weights["placement"]
+    assert stated["storage_bytes" if "storage_path" in weights else "far_bytes"] > 0
+    assert get_offloader().buffer_pool.num_misses == 0
+    get_offloader().buffer_pool.check_integrity()
+
+
+def test_a_draft_models_layers_stay_near(delayed, weights) -> None:
     expected = vllm_tokens("llama3", PROMPTS)
     speculation = {
         "method": "draft_model",
         "model": model_path("qwen2"),
         "num_speculative_tokens": 3,
     }
-    with engine("llama3", KV_OFF, weights=ALL_FAR, speculative_config=speculation) as llm:
+    with engine("llama3", KV_OFF, weights=weights, speculative_config=speculation) as llm:
         assert generate(llm, PROMPTS) == expected
         placement = get_offloader().placement
         assert {sublayer.layer for sublayer in placement.sublayers} == {0, 1, 2}
-        get_offloader().buffer_pool.check_integrity()
+        check_offloaded(weights)
 
 
-def test_adapters_wait_for_the_weights_below_them(delayed, tmp_path) -> None:
+def test_adapters_wait_for_the_weights_below_them(delayed, weights, tmp_path) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -254,20 +273,19 @@ def test_adapters_wait_for_the_weights_below_them(delayed, tmp_path) -> None:
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     expected = run("qwen2", PROMPTS, drive=drive, **options).tokens
     assert expected != vllm_tokens("qwen2", PROMPTS)
-    result = run("qwen2", PROMPTS, KV_OFF, weights=ALL_FAR, drive=drive, **options)
-    assert result.tokens == expected
-    assert result.manifest["weights"]["far_sublayers"] == 2 * 4
+    with engine("qwen2", KV_OFF, weights=weights, **options) as llm:
+        assert drive(llm) == expected
+        check_offloaded(weights)
 
 
-def test_the_transformers_backend(delayed, monkeypatch) -> None:
+def test_the_transformers_backend(delayed, weights, monkeypatch) -> None:
     # For its compiler, vLLM changes a class of transformers, which later tests use.
     compiles = "vllm.model_executor.models.transformers.base.support_torch_compile"
     monkeypatch.setattr(compiles, lambda **_: lambda cls: cls)
     expected = run("qwen2", PROMPTS, model_impl="transformers").tokens
-    with engine("qwen2", KV_OFF, weights=ALL_FAR, model_impl="transformers") as llm:
+    with engine("qwen2", KV_OFF, weights=weights, model_impl="transformers") as llm:
         assert generate(llm, PROMPTS) == expected
-        assert (manifest.current() or {})["weights"]["far_sublayers"] == 2 * 4
-        assert get_offloader().buffer_pool.num_misses == 0
+        check_offloaded(weights)
 
 
 @pytest.mark.slow
