@@ -80,10 +80,21 @@ def test_unequal_stages_are_left_to_vllm() -> None:
     assert all("14 to 16 layers" in kv["reason"] for kv in found["kv"])
 
 
-def test_each_stage_places_the_weights_of_its_layers() -> None:
+def test_each_stage_places_the_weights_of_its_layers(tmp_path) -> None:
     expected = vllm_tokens("deep", PROMPTS, TOKENS)
-    (found,) = serve({"kv": {"enabled": False}, "weights": {"placement": "all_far"}})
-    assert found["tokens"] == [expected, expected]
-    for weights in found["weights"]:
-        assert weights["far_sublayers"] == 2 * 15
-        assert weights["counters"]["weights_read_bytes"] > 0
+    all_far = {"placement": "all_far"}
+    stored = {**all_far, "storage_path": str(tmp_path), "far_gib": 0}
+    placements = (
+        all_far,
+        {"placement": "helm"},
+        {"placement": "latency", "near_gib": 0.01},
+        stored,
+    )
+    runs = [{"kv": {"enabled": False}, "weights": weights} for weights in placements]
+    for found, weights in zip(serve(*runs), placements, strict=True):
+        assert found["tokens"] == [expected, expected], weights
+        for stated in found["weights"]:
+            assert stated["placement"] == weights["placement"]
+            assert stated["counters"]["weights_read_bytes"] > 0
+            assert stated["far_sublayers"] == 2 * 15 or weights["placement"] != "all_far"
+        assert stated["storage_bytes"] > 0 or weights is not stored
