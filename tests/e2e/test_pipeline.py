@@ -82,9 +82,9 @@ def test_unequal_stages_are_left_to_vllm() -> None:
 
 def test_each_stage_places_the_weights_of_its_layers(tmp_path) -> None:
     expected = vllm_tokens("deep", PROMPTS, TOKENS)
-    all_far = {"placement": "all_far"}
+    all_far: dict[str, Any] = {"placement": "all_far"}
     stored = {**all_far, "storage_path": str(tmp_path), "far_gib": 0}
-    placements = (
+    placements: tuple[dict[str, Any], ...] = (
         all_far,
         {"placement": "helm"},
         {"placement": "latency", "near_gib": 0.01},

@@ -63,6 +63,7 @@ def test_every_metric_is_on_the_dashboard():
     left_out = {name for name in known_metrics() - shown if not name.endswith("_sum")}
     assert {name.removeprefix(figures.PREFIX) for name in left_out} == {
         "co2e_grams_total",  # joules times a constant
+        "embodied_co2e_grams_total",  # seconds times a constant
         "kv_partial_blocks_far",
         "kv_steps_total",
         "kv_storage_failed",  # an alert, and a reason of the part

@@ -53,7 +53,12 @@ def test_keys_and_defaults():
             "far_gib": "auto",
         },
         "l2": {"prefetch": "auto", "budget_mib": "auto"},
-        "report": {"path": None, "carbon_intensity": 820.0},
+        "report": {
+            "path": None,
+            "carbon_intensity": 820.0,
+            "embodied_kg": 0.0,
+            "lifetime_years": 5.0,
+        },
     }
 
 

@@ -10,6 +10,7 @@ from vllm_tiered.adapter.telemetry import energy
 from vllm_tiered.adapter.telemetry.energy import EngineEnergy
 from vllm_tiered.adapter.telemetry.figures import COUNTERS
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
+from vllm_tiered.config.report import ReportConfig
 
 
 @pytest.fixture
@@ -36,6 +37,20 @@ def test_a_kilowatt_hour_is_the_grids_grams(clock, host):
     assert use.keys() <= COUNTERS.keys()
     assert counted.drain_for_report() == pytest.approx((3.6e6, 0.0))
     assert counted.drain_for_report() == (0.0, 0.0)
+
+
+def test_a_machines_making_is_spread_over_its_life(clock, host):
+    """Pauses between steps are not counted, as for energy."""
+    report = ReportConfig(embodied_kg=1000.0, lifetime_years=4.0)
+    rate = 1e6 / (4 * 365.25 * 86400)
+    assert report.embodied_grams_per_second == pytest.approx(rate)
+    counted = EngineEnergy(meter_of(clock, host.root, ssd=0.0), 820.0, embodied=rate, log=False)
+    for pause in (0.0, 500.0):
+        clock.now += pause
+        counted.begin_step()
+        clock.now += 10
+        assert counted.drain_metrics()["embodied_co2e_grams"] == pytest.approx(10 * rate)
+    assert counted.total_metrics()["embodied_co2e_grams"] == pytest.approx(20 * rate)
 
 
 def test_ranks_and_steps_add_up():

@@ -23,7 +23,7 @@ from vllm_tiered.adapter.replicas import (
 from vllm_tiered.adapter.telemetry import energy, metrics
 from vllm_tiered.adapter.telemetry.endpoint import _content
 from vllm_tiered.adapter.telemetry.monitor import EngineMonitor
-from vllm_tiered.config import KvConfig
+from vllm_tiered.config import KvConfig, ReportConfig
 from vllm_tiered.units import GIB
 
 
@@ -83,7 +83,7 @@ def test_the_first_engine_of_a_host_counts_the_energy_that_ranks_share(monkeypat
     monkeypatch.setattr(energy, "_meter", lambda *, is_first: is_first)
     for rank_local in None, 0, 1:
         engine = SimpleNamespace(data_parallel_rank_local=rank_local)
-        energy.open_energy(820.0, is_first_engine=is_first_here(engine))
+        energy.open_energy(ReportConfig(), is_first_engine=is_first_here(engine))
     assert found == [True, True, False]
 
 

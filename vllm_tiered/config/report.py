@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `report`: the timeline file, and the carbon intensity of the grid."""
+"""Section `report`: the timeline file, and what emissions are computed with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_tiered.config.rules import Number, PathTo
 from vllm_tiered.config.section import Section, option
+from vllm_tiered.energy.carbon import embodied_grams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig(Section):
-    """The timeline file for `vllm-tiered report`, and the carbon intensity of the grid."""
+    """The timeline file for `vllm-tiered report`, and what emissions are computed with."""
 
     NAME: ClassVar[str] = "report"
 
@@ -26,3 +27,18 @@ class ReportConfig(Section):
         "Carbon intensity of the grid in gCO2e per kWh, for the emissions in the report and in "
         "the metrics.",
     )
+    embodied_kg: float = option(
+        0.0,
+        Number(at_least=0, at_most=1_000_000),
+        "Emissions of making the machine in kgCO2e, as its maker states them. 0: not counted.",
+    )
+    lifetime_years: float = option(
+        5.0,
+        Number(at_least=0.1, at_most=100),
+        "Years over which `embodied_kg` is spread.",
+    )
+
+    @property
+    def embodied_grams_per_second(self) -> float:
+        """Grams of CO2e of the machine's making that fall on a second of its life."""
+        return embodied_grams(self.embodied_kg, self.lifetime_years, 1.0)

@@ -3,9 +3,10 @@
 
     energy                 = sum over parts of power * run time
     operational emissions  = energy * carbon intensity of the grid
+    embodied emissions     = emissions of making the machine * run time / its lifetime
 
-Embodied emissions, the formula's other term, are left out, because production and lifetime of the
-hardware are not known here.
+Making and lifetime of the hardware are the user's figures; without them embodied emissions are not
+counted, and predictions leave them out.
 
 A prediction includes the near device, the far memory that holds weights, and a disk, but not the
 host's processor. :mod:`vllm_tiered.energy.power` measures a running engine.
@@ -25,6 +26,7 @@ SSD_WATTS = 2.0
 """Power of a disk in M2Cache's figure 13, busy or not."""
 
 _JOULES_PER_KWH = 3.6e6
+_SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +67,14 @@ def grams_co2e(joules: float, carbon_intensity: float) -> float:
         carbon_intensity: the grid's, in gCO2e per kWh.
     """
     return joules / _JOULES_PER_KWH * carbon_intensity
+
+
+def embodied_grams(embodied_kg: float, lifetime_years: float, seconds: float) -> float:
+    """Return the part of a machine's embodied emissions that falls on ``seconds``.
+
+    Args:
+        embodied_kg: of making the machine, in kgCO2e.
+        lifetime_years: years over which they are spread.
+        seconds: run time.
+    """
+    return 1e3 * embodied_kg * seconds / (lifetime_years * _SECONDS_PER_YEAR)

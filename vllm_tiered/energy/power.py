@@ -124,10 +124,12 @@ class Drawn:
     Attributes:
         joules: joules by part, without parts that are not counted.
         assumed_joules: the joules among them that come from constants.
+        seconds: time that is counted, without pauses.
     """
 
     joules: Mapping[str, float]
     assumed_joules: float
+    seconds: float
 
     @property
     def total(self) -> float:
@@ -158,6 +160,7 @@ class PowerMeter:
         self._ended = 0.0
         self._joules: dict[str, float] = {}
         self._assumed = 0.0
+        self._seconds = 0.0
 
     @property
     def labels(self) -> dict[str, Known]:
@@ -171,7 +174,9 @@ class PowerMeter:
             self._read(share=0.0)
             self._read_at = now
         elif now - self._ended > IDLE_SECONDS:
-            self._read(share=max(0.0, self._ended - self._read_at) / (now - self._read_at))
+            counted = max(0.0, self._ended - self._read_at)
+            self._read(share=counted / (now - self._read_at))
+            self._seconds += counted
             self._read_at = now
         self._ended = now
 
@@ -181,9 +186,10 @@ class PowerMeter:
         if self._read_at is None or now - self._read_at < READ_SECONDS:
             return None
         self._read(share=1.0)
+        self._seconds += now - self._read_at
         self._read_at = now
-        drawn = Drawn(joules=self._joules, assumed_joules=self._assumed)
-        self._joules, self._assumed = {}, 0.0
+        drawn = Drawn(joules=self._joules, assumed_joules=self._assumed, seconds=self._seconds)
+        self._joules, self._assumed, self._seconds = {}, 0.0, 0.0
         return drawn
 
     def _read(self, *, share: float) -> None:

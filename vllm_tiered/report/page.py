@@ -19,6 +19,7 @@ from vllm_tiered.errors import ConfigError
 from vllm_tiered.report.drawing import render
 from vllm_tiered.report.figures import pictures
 from vllm_tiered.report.reader import Timeline
+from vllm_tiered.report.records import Header
 from vllm_tiered.report.summary import Summary, summarise
 from vllm_tiered.units import format_bytes
 
@@ -40,7 +41,7 @@ def write_report(timeline: Timeline, folder: str | Path) -> Path:
     page = _template().render(
         header=timeline.header,
         configured=list(configured(timeline)),
-        summary=list(described(summarise(timeline.windows), timeline.header.carbon_intensity)),
+        summary=list(described(summarise(timeline.windows), timeline.header)),
         pictures=[
             {
                 "name": picture.name,
@@ -86,12 +87,8 @@ def configured(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield from _flat(header.manifest)
 
 
-def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, str, str]]:
-    """Yield the summary as rows of name, value and meaning.
-
-    Args:
-        carbon_intensity: the grid's, in gCO2e per kWh.
-    """
+def described(summary: Summary, header: Header) -> Iterator[tuple[str, str, str]]:
+    """Yield the summary as rows of name, value and meaning."""
     idle = max(0.0, summary.seconds - summary.step_seconds)
     yield (
         "time",
@@ -126,7 +123,7 @@ def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, 
     )
     yield "preemptions", f"{summary.num_preempted:,}", "each computes a request's KV again"
     if summary.joules_per_token is not None:
-        grams = grams_co2e(summary.joules_per_token, carbon_intensity)
+        grams = grams_co2e(summary.joules_per_token, header.carbon_intensity)
         yield (
             "energy",
             f"{summary.joules_per_token:.3g} J/token",
@@ -135,7 +132,14 @@ def described(summary: Summary, carbon_intensity: float) -> Iterator[tuple[str, 
         yield (
             "emissions",
             f"{_grams(grams)}/token",
-            f"operational; {_grams(grams_co2e(summary.joules, carbon_intensity))} in all",
+            f"operational; {_grams(grams_co2e(summary.joules, header.carbon_intensity))} in all",
+        )
+    if (rate := header.embodied_grams_per_second) and summary.tokens:
+        grams = rate * summary.step_seconds
+        yield (
+            "embodied",
+            f"{_grams(grams / summary.tokens)}/token",
+            f"of making the machine, over its lifetime; {_grams(grams)} in all",
         )
 
 

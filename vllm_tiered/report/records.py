@@ -17,11 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version in the header; a reader refuses any other.
 
 Version 2 added joules and the grid's carbon intensity. Version 3 added `partial_blocks` and the
-layers' roles resident and offloaded. Version 4 added the use of experts by layer.
+layers' roles resident and offloaded. Version 4 added the use of experts by layer. Version 5 added
+the embodied emissions.
 """
 
 
@@ -57,6 +58,7 @@ class Header:
         near_bytes, far_bytes, storage_bytes: bytes of the KV cache of all ranks in each tier.
         machine: the engine's machine.
         carbon_intensity: the grid's, in gCO2e per kWh.
+        embodied_grams_per_second: of making the machine, in gCO2e; 0 if not counted.
         manifest: further settings to show, JSON-safe; tables may be nested.
     """
 
@@ -72,6 +74,7 @@ class Header:
     storage_bytes: int
     machine: Machine
     carbon_intensity: float
+    embodied_grams_per_second: float
     manifest: Mapping[str, Any]
 
 

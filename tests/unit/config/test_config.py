@@ -289,6 +289,8 @@ NUMBER_KEYS = (
     "ffn.window",
     "l2.budget_mib",
     "report.carbon_intensity",
+    "report.embodied_kg",
+    "report.lifetime_years",
 )
 PATH_KEYS = (
     "kv.path",

@@ -187,6 +187,15 @@ def test_joules_and_grams_say_how_they_are_known(tmp_path, assumed, says):
         assert words in text
 
 
+def test_embodied_emissions_fall_on_the_time_of_steps(tmp_path):
+    steps = [step(1.0, tokens=400, seconds=0.5)]
+    page = write_report(timeline_of(steps, embodied_grams_per_second=0.008), tmp_path)
+    text = Page(page.read_text(encoding="utf-8")).text
+    assert "embodied 0.01 mgCO2e/token of making the machine, over its lifetime; " in text
+    plain = Page(write_report(timeline_of(steps), tmp_path).read_text(encoding="utf-8")).text
+    assert "embodied" not in plain
+
+
 def test_without_joules_there_is_no_row_for_them(tmp_path):
     text = Page(write_report(timeline_of([step(1.0)]), tmp_path).read_text(encoding="utf-8")).text
     assert "J/token" not in text

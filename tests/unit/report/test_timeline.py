@@ -110,7 +110,7 @@ def test_every_line_is_json_with_a_type(path):
     timeline.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["header", "window", "end"]
-    assert lines[0]["version"] == 4
+    assert lines[0]["version"] == 5
     assert lines[0]["machine"]["cores"] == 2
 
 
@@ -302,8 +302,8 @@ def test_a_file_that_is_not_there_is_named(path):
 
 
 def test_another_version_is_refused_with_both_versions(path):
-    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":4', '"version":1'))
-    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 4: .*\(9\.9\)"):
+    path.write_text(encode(header(vllm_tiered="9.9")).replace('"version":5', '"version":1'))
+    with pytest.raises(ConfigError, match=r"format version 1, this .* reads 5: .*\(9\.9\)"):
         read_timeline(path)
 
 

@@ -87,9 +87,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._expert_use: ExpertUseClock | None = None
         if role is KVConnectorRole.WORKER:
             is_first = parallel.rank == 0
-            self._energy = open_energy(
-                config.report.carbon_intensity, is_first_engine=is_first_here(parallel)
-            )
+            self._energy = open_energy(config.report, is_first_engine=is_first_here(parallel))
             if not plan.swaps:
                 announce(plan, FarHomes(), log=is_first)
                 totals.publish("kv", lambda: kv_gauges(plan, parallel.world_size).data)

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.config.report import ReportConfig
 from vllm_tiered.energy.carbon import DRAM_WATTS_PER_GB, SSD_WATTS, grams_co2e
 from vllm_tiered.energy.power import Known, PowerMeter, open_meter
 
@@ -19,11 +20,14 @@ class EngineEnergy:
     Args:
         meter: what is read.
         carbon_intensity: of the grid, in gCO2e per kWh.
+        embodied: gCO2e a second of making the machine; 0 if it is not counted, or by other ranks.
         log: whether this rank logs how each part is known.
     """
 
-    def __init__(self, meter: PowerMeter, carbon_intensity: float, *, log: bool) -> None:
-        self._meter = meter
+    def __init__(
+        self, meter: PowerMeter, carbon_intensity: float, *, embodied: float = 0.0, log: bool
+    ) -> None:
+        self._meter, self._embodied = meter, embodied
         self._carbon_intensity = carbon_intensity
         self._for_report = (0.0, 0.0)
         self._total: dict[str, float] = {}
@@ -47,6 +51,8 @@ class EngineEnergy:
             "energy_assumed_joules": drawn.assumed_joules,
             "co2e_grams": grams_co2e(drawn.total, self._carbon_intensity),
         }
+        if self._embodied:
+            metrics["embodied_co2e_grams"] = self._embodied * drawn.seconds
         for name, value in metrics.items():
             self._total[name] = self._total.get(name, 0.0) + value
         return metrics
@@ -61,10 +67,11 @@ class EngineEnergy:
         return joules
 
 
-def open_energy(carbon_intensity: float, *, is_first_engine: bool = True) -> EngineEnergy:
+def open_energy(report: ReportConfig, *, is_first_engine: bool = True) -> EngineEnergy:
     """Open the meter of this process's rank; vLLM's parallel groups exist already.
 
     Args:
+        report: what emissions are computed with.
         is_first_engine: whether the rank's engine is the first on this host. One rank counts what
             the host draws.
     """
@@ -72,7 +79,12 @@ def open_energy(carbon_intensity: float, *, is_first_engine: bool = True) -> Eng
 
     group = get_world_group()
     is_first = is_first_engine and group.local_rank == 0
-    return EngineEnergy(_meter(is_first=is_first), carbon_intensity, log=not group.rank)
+    return EngineEnergy(
+        _meter(is_first=is_first),
+        report.carbon_intensity,
+        embodied=report.embodied_grams_per_second if is_first else 0.0,
+        log=not group.rank,
+    )
 
 
 def labels(meter: PowerMeter | None = None) -> dict[str, str]:

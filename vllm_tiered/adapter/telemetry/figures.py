@@ -142,6 +142,11 @@ COUNTER_METRICS = (
         "co2e_grams",
         "Operational emissions of tiered_energy_joules, gCO2e, at report.carbon_intensity.",
     ),
+    _plain(
+        "embodied_co2e_grams",
+        "Emissions of making the machine that fall on the time of steps, gCO2e, by "
+        "report.embodied_kg and report.lifetime_years.",
+    ),
 )
 """Counters of the workers, summed over ranks; recomputed requests and level changes count once."""
 

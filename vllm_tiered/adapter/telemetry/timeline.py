@@ -28,14 +28,14 @@ class Timeline:
         plan: the KV plan.
         model: the model as the engine names it.
         world_size: the number of ranks, whose bytes are added.
-        carbon_intensity: of the grid, in gCO2e per kWh.
+        report: what emissions are computed with.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(
-        self, path: str, plan: KvPlan, model: str, world_size: int, carbon_intensity: float
+        self, path: str, plan: KvPlan, model: str, world_size: int, report: ReportConfig
     ) -> None:
         self._start = time.perf_counter()
         self._plan = plan
@@ -55,7 +55,8 @@ class Timeline:
                 far_bytes=stated.far_bytes * world_size,
                 storage_bytes=stated.storage_bytes * world_size,
                 machine=Machine.here(),
-                carbon_intensity=carbon_intensity,
+                carbon_intensity=report.carbon_intensity,
+                embodied_grams_per_second=report.embodied_grams_per_second,
                 manifest=stated.to_dict() | {"energy": energy.labels()},
             ),
         )
@@ -110,4 +111,4 @@ def open_timeline(
         return None
     model = str(vllm_config.model_config.model)
     path = path_of_replica(report.path, vllm_config)
-    return Timeline(path, plan, model, world_size, report.carbon_intensity)
+    return Timeline(path, plan, model, world_size, report)
