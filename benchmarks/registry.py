@@ -173,6 +173,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.relufied",
         ),
         Benchmark(
+            name="ffn_trained",
+            summary="a trained SwiGLU model: memory, speed, divergence and HumanEval by format",
+            module="benchmarks.suites.ffn.trained",
+        ),
+        Benchmark(
             name="tp_ray",
             summary="one rank against two, over vLLM's processes and over Ray, by part",
             module="benchmarks.suites.weights.tp_ray",

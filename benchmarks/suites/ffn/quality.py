@@ -10,8 +10,6 @@ The small ReLU model drops the neurons that its trained predictor finds inactive
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,8 @@ import torch
 
 from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
-from benchmarks.inputs.model import demo_model_dir, package_file
+from benchmarks.inputs.human_eval import problems
+from benchmarks.inputs.model import demo_model_dir
 from benchmarks.suites.ffn.quality_variants import (
     GROUP,
     HELD_OUT,
@@ -207,18 +206,14 @@ def humaneval_texts(tokenizer_dir: Path, num_tokens: int) -> list[Text]:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True)
     texts = []
     missing = num_tokens
-    with gzip.open(
-        package_file("human-eval", "HumanEval.jsonl.gz"), "rt", encoding="utf-8"
-    ) as file:
-        for line in file:
-            problem = json.loads(line)
-            prompt = tokenizer(problem["prompt"])["input_ids"]
-            solution = tokenizer(problem["canonical_solution"])["input_ids"]
-            token_ids = tuple([*prompt, *solution][:missing])
-            if len(token_ids) < 2:
-                break
-            texts.append(Text(token_ids, min(len(prompt), len(token_ids) - 1)))
-            missing -= len(token_ids)
+    for problem in problems():
+        prompt = tokenizer(problem.prompt)["input_ids"]
+        solution = tokenizer(problem.solution)["input_ids"]
+        token_ids = tuple([*prompt, *solution][:missing])
+        if len(token_ids) < 2:
+            break
+        texts.append(Text(token_ids, min(len(prompt), len(token_ids) - 1)))
+        missing -= len(token_ids)
     return texts
 
 

@@ -16,13 +16,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.cache import REPO_ROOT
+from benchmarks.harness.decode_rate import decode_rates
 from benchmarks.harness.progress import Step
 from benchmarks.harness.runner import MeasurementError, engine_environment
 from benchmarks.harness.tables import markdown, number
@@ -302,26 +302,10 @@ def _measure() -> None:
     answer = {
         "logprobs": logprobs,
         "manifest": stated.get("weights"),
-        "tokens_per_s": [_decode_rate(llm, job) for _ in range(job["rounds"])],
+        "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
         "layer_bytes": sum(part.num_bytes for part in offloader.placement.sublayers),
     }
     print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
-
-
-def _decode_rate(llm: Any, job: Mapping[str, Any]) -> float:
-    """Return one request's decode steps a second, from all tokens' time less the first one's."""
-    from vllm import SamplingParams
-
-    seconds = []
-    for num_tokens in (1, job["new_tokens"]):
-        start = time.perf_counter()
-        llm.generate(
-            {"prompt_token_ids": job["prompt"]},
-            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-            use_tqdm=False,
-        )
-        seconds.append(time.perf_counter() - start)
-    return float((job["new_tokens"] - 1) / (seconds[1] - seconds[0]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained SwiGLU model in the formats that compete for the same memory: quality beside speed.
+
+Qwen2.5-Coder-1.5B, taken off the 4-bit grid of its file:
+
+    16bit     as it is, in vLLM
+    W4A16     compressed-tensors in groups of 64, rounded without calibration, in vLLM
+    Q8_0, Q4_K_M   llama.cpp's
+
+Quality is that of the weights alone: each format is expanded to 16 bit, and the same engine
+computes with it. Divergence is of the next token's distribution on ShareGPT's text; pass@1 is
+greedy completion of HumanEval's problems, all in one batch. Speed is of one request with everything
+in memory, in the engine that the format is for.
+
+`store` prepares the model's neurons with default settings and serves them so, beside vLLM alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.harness.cache import REPO_ROOT
+from benchmarks.harness.decode_rate import decode_rates
+from benchmarks.harness.progress import Step
+from benchmarks.harness.runner import MeasurementError, engine_environment
+from benchmarks.harness.tables import markdown, number
+from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
+from benchmarks.inputs.human_eval import STOPS, Problem, problems, solved
+from benchmarks.inputs.int4_checkpoint import dequantise, quantise
+from benchmarks.inputs.model import convert_gguf, demo_model_dir
+from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
+from benchmarks.peers import llama_formats
+from benchmarks.peers.contender import prompt_ids
+from benchmarks.suites.ffn.quality_variants import HELD_OUT
+from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
+
+RESULT_KEYS = ("frontier", "default_ratio_to_vllm", "default_state", "num_tokens", "definitions")
+
+DEFINITIONS = {
+    "frontier": "a row a format. near_bytes: of its file's weights, all in memory. tokens_per_s: of"
+    " one request's decode steps, best of the rounds. perplexity; kl: mean divergence of the next"
+    " token's distribution from 16 bit's, with kl_error, its standard error. pass_at_1: share of"
+    " HumanEval's problems that greedy completions solve, with its standard error over problems",
+    "default_ratio_to_vllm": "tokens_per_s of default settings with a neuron store over vLLM's,"
+    " both with everything in memory; null if it was not asked for",
+    "default_state": "what the sparse FFN did then",
+    "num_tokens": "that were predicted for the divergence",
+}
+
+_LLAMA = ("Q8_0", "Q4_K_M")
+_GROUP = 64
+_ANSWER = "ANSWER "
+_TIMEOUT_S = 7200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of one profile.
+
+    Attributes:
+        model: `coder` or `demo`.
+        formats: formats to compare with 16 bit.
+        tokens: of the text for the divergence.
+        num_problems: of HumanEval's 164, the first ones.
+        max_tokens: of a completion.
+        batch: completions at a time.
+        store: whether a neuron store with default settings is prepared and timed.
+        peers_python: interpreter with llama.cpp beside it ("": this one).
+    """
+
+    model: str = "coder"
+    formats: tuple[str, ...] = ("W4A16", *_LLAMA)
+    tokens: int = 2000
+    num_problems: int = 164
+    max_tokens: int = 256
+    batch: int = 32
+    store: bool = True
+    peers_python: str = ""
+    threads: int = 2
+    prompt_tokens: int = 12
+    new_tokens: int = 24
+    rounds: int = 3
+
+
+PROFILES: Mapping[str, Settings] = {
+    "quick": Settings(
+        model="demo", formats=("W4A16",), tokens=300, num_problems=4, max_tokens=32, store=False
+    ),
+    "full": Settings(),
+}
+
+
+def num_steps(settings: Settings) -> int:
+    """Return how many steps `run` reports."""
+    return 1 + len(settings.formats) + settings.store
+
+
+def model_dir(settings: Settings) -> Path:
+    """Return the model's folder."""
+    return off_grid_dir(coder_model_dir()) if settings.model == "coder" else demo_model_dir()
+
+
+def run(settings: Settings, step: Step) -> dict[str, Any]:
+    """Measure; see the module's docstring. Raises MeasurementError if an engine fails."""
+    torch.set_num_threads(settings.threads)
+    folder = model_dir(settings)
+    texts = calibration_texts(folder, settings.tokens, tokens_per_text=256, skip=HELD_OUT)
+    asked = problems()[: settings.num_problems]
+    frontier = []
+    for name in ("16bit", *settings.formats):
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            expanded, row = _format(name, folder, Path(scratch), settings)
+            row |= divergence(folder, expanded, texts)
+            row |= pass_at_1(_completions(expanded, asked, settings), asked)
+        frontier.append({"name": name, **row})
+        step(f"{name}: pass@1 {row['pass_at_1']:.1%}, KL {row['kl']:.4f}")
+    ratio, state = None, None
+    if settings.store:
+        ratio, state = _with_store(folder, frontier[0]["tokens_per_s"], settings)
+        step(f"store: {ratio:.2f} of vLLM's speed")
+    return {
+        "frontier": frontier,
+        "default_ratio_to_vllm": ratio,
+        "default_state": state,
+        "num_tokens": sum(len(text.token_ids) - 1 for text in texts),
+        "model": folder.name,
+        "definitions": DEFINITIONS,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return a row a format."""
+    rows = [
+        [
+            row["name"],
+            number(row["near_bytes"] / 2**20, 0),
+            number(row["tokens_per_s"], 2),
+            number(row["perplexity"], 3),
+            f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
+            f"{row['pass_at_1']:.1%} ± {row['pass_error']:.1%}",
+        ]
+        for row in result["frontier"]
+    ]
+    headings = ["format", "near, MiB", "tokens/s", "perplexity", "KL to 16 bit", "pass@1"]
+    text = markdown(headings, rows)
+    if result["default_ratio_to_vllm"] is None:
+        return text
+    ratio = number(result["default_ratio_to_vllm"], 2)
+    state = result["default_state"]
+    return f"{text}\n\nA neuron store with default settings: {ratio} of vLLM's speed ({state})."
+
+
+# Formats --------------------------------------------------------------------------------
+
+
+def _format(
+    name: str, folder: Path, scratch: Path, settings: Settings
+) -> tuple[Path, dict[str, Any]]:
+    """Return a folder with the format's weights in 16 bit, and its bytes and speed."""
+    if name in _LLAMA:
+        return _of_llama_cpp(name, folder, scratch, settings)
+    served = folder
+    if name == "W4A16":
+        served, expanded = scratch / "packed", scratch / "expanded"
+        for made in (served, expanded):
+            made.mkdir()
+        quantized_model_dir(folder, "compressed_int4", served)
+        _write_rounded(folder, expanded)
+    found = _in_a_process({"model": str(served), "rounds": settings.rounds}, settings)
+    row = {
+        "near_bytes": sum(file.stat().st_size for file in served.glob("*.safetensors")),
+        "tokens_per_s": max(found["tokens_per_s"]),
+    }
+    return expanded if name == "W4A16" else folder, row
+
+
+def _of_llama_cpp(
+    name: str, folder: Path, scratch: Path, settings: Settings
+) -> tuple[Path, dict[str, Any]]:
+    python = settings.peers_python or sys.executable
+    if lacking := llama_formats.missing(python):
+        raise MeasurementError(f"{name} needs llama.cpp: {lacking}")
+    work = folder / "llama.cpp"
+    work.mkdir(exist_ok=True)
+    file = llama_formats.quantised(python, folder, work, name, settings.threads)
+    load = (settings.prompt_tokens, settings.new_tokens, settings.threads)
+    rates = [llama_formats.decode_rate(python, file, *load) for _ in range(settings.rounds)]
+    expanded = scratch / "expanded"
+    expanded.mkdir()
+    convert_gguf(file, expanded)
+    return expanded, {"near_bytes": file.stat().st_size, "tokens_per_s": max(rates)}
+
+
+def _write_rounded(folder: Path, out: Path) -> None:
+    """Write the model with the layers' matrices rounded as the W4A16 checkpoint's are."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            is_linear = ".layers." in name and tensor.ndim == 2 and name.endswith(".weight")
+            rounded = dequantise(quantise(tensor, _GROUP, symmetric=True)) if is_linear else tensor
+            tensors[name] = rounded.to(tensor.dtype).contiguous()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    for file in [folder / "config.json", *folder.glob("*token*"), *folder.glob("generation*")]:
+        (out / file.name).write_bytes(file.read_bytes())
+
+
+# Quality --------------------------------------------------------------------------------
+
+
+def divergence(original: Path, other: Path, texts: Sequence[Text]) -> dict[str, float]:
+    """Return perplexity of the other model, and its divergence from the original by token."""
+    apart, surprise = [], []
+    with _loaded(original) as first, _loaded(other) as second, torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor([text.token_ids])
+            expected = first(ids).logits[0, :-1].float().log_softmax(-1)
+            found = second(ids).logits[0, :-1].float().log_softmax(-1)
+            apart.append((expected.exp() * (expected - found)).sum(-1))
+            surprise.append(-found.gather(1, ids[0, 1:, None])[:, 0])
+    of = torch.cat(apart)
+    return {
+        "perplexity": math.exp(torch.cat(surprise).mean().item()),
+        "kl": of.mean().item(),
+        "kl_error": (of.std() / math.sqrt(len(of))).item(),
+    }
+
+
+@contextlib.contextmanager
+def _loaded(folder: Path) -> Iterator[Any]:
+    from transformers import AutoModelForCausalLM
+
+    yield AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, local_files_only=True
+    ).eval()
+
+
+def pass_at_1(completions: Sequence[str], asked: Sequence[Problem]) -> dict[str, float]:
+    """Return the share of the problems that the completions solve, and its standard error."""
+    passed = solved(asked, completions)
+    share = sum(passed) / len(passed)
+    return {
+        "pass_at_1": share,
+        "pass_error": math.sqrt(share * (1 - share) / len(passed)),
+    }
+
+
+def _completions(folder: Path, asked: Sequence[Problem], settings: Settings) -> list[str]:
+    job = {"model": str(folder), "prompts": [problem.prompt for problem in asked]}
+    completions: list[str] = _in_a_process(job, settings)["completions"]
+    return completions
+
+
+# Engines --------------------------------------------------------------------------------
+
+
+def _with_store(folder: Path, rate: float, settings: Settings) -> tuple[float, str]:
+    """Return the speed of a neuron store with default settings over vLLM's, and its state."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        store = Path(scratch) / "store"
+        prepare = [sys.executable, "-m", "vllm_tiered.cli.main", "prepare", str(folder)]
+        done = subprocess.run(
+            [*prepare, "--out", str(store)],
+            cwd=REPO_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise MeasurementError(f"prepare failed:\n{done.stderr[-4000:]}")
+        job = {"model": str(folder), "rounds": settings.rounds, "ffn": {"store": str(store)}}
+        found = _in_a_process(job, settings)
+    return max(found["tokens_per_s"]) / rate, str(found["ffn"])
+
+
+def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    given = {
+        "rounds": 0,
+        "prompts": [],
+        "ffn": {},
+        "max_tokens": settings.max_tokens,
+        "batch": settings.batch,
+        "prompt": prompt_ids(settings.prompt_tokens),
+        "new_tokens": settings.new_tokens,
+        **job,
+    }
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.suites.ffn.trained"],
+        input=json.dumps(given),
+        env=engine_environment(os.environ, tiered=True, threads=settings.threads),
+        cwd=REPO_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    answers = [line for line in finished.stdout.splitlines() if line.startswith(_ANSWER)]
+    if finished.returncode or len(answers) != 1:
+        raise MeasurementError(f"the engine of {job['model']} failed:\n{finished.stderr[-4000:]}")
+    answer: dict[str, Any] = json.loads(answers[0].removeprefix(_ANSWER))
+    return answer
+
+
+def _serve() -> None:
+    """Read a job, write completions and decode rates (in the engine's own process)."""
+    from vllm import LLM, SamplingParams
+
+    from vllm_tiered.adapter.telemetry import manifest
+
+    job = json.load(sys.stdin)
+    llm = LLM(
+        model=job["model"],
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=job["batch"],
+        kv_cache_memory_bytes=1 << 30,
+        seed=0,
+        additional_config={"tiered": {"kv": {"enabled": False}, "ffn": job["ffn"]}},
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop=list(STOPS))
+    outputs = llm.generate(job["prompts"], sampling, use_tqdm=False) if job["prompts"] else []
+    answer = {
+        "completions": [output.outputs[0].text for output in outputs],
+        "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
+        "ffn": (manifest.current() or {}).get("ffn", {}).get("state", "not in the manifest"),
+    }
+    print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
