@@ -219,6 +219,16 @@ def test_files_take_the_place_of_host_memory_that_is_too_small(
         assert list(tmp_path.glob("*/loading-*")) == []
 
 
+def test_memory_of_loaded_layers_counts_as_theirs(tmp_path: Path, monkeypatch) -> None:
+    """Without a budget, far memory is what is free, and what the layers take until then."""
+    memory = replace(choosing.read_host_memory(), available_bytes=1 << 20)
+    monkeypatch.setattr(choosing, "read_host_memory", lambda: memory)
+    weights = {"placement": "all_far", "storage_path": str(tmp_path)}
+    result = run("qwen2-compressed_fp8", PROMPTS, KV_OFF, weights=weights)
+    assert result.tokens == expected_tokens("compressed_fp8")
+    assert result.manifest["weights"]["far_bytes"] > 1 << 20
+
+
 def test_a_disk_that_is_too_small_for_them_is_an_error_with_the_numbers(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -355,6 +365,7 @@ def test_quantized_layers_of_other_kinds(kind, tmp_path, delayed) -> None:
     for weights in (*PLACEMENTS, stored):
         found = run(name, PROMPTS, KV_OFF, weights=weights, dtype=dtype)
         assert found.tokens == expected
+        assert found.manifest["weights"]["far_bytes"] > 0 or weights is stored
     assert found.manifest["weights"]["storage_bytes"] > 0
 
 

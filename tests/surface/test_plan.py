@@ -109,6 +109,11 @@ def test_chunks_of_prompts_are_those_of_the_command(model, capsys):
     assert seconds[0] > 2 * seconds[1], "far weights are read eight times, or once"
 
 
+def test_fewer_tokens_than_requests_a_step_are_refused(model, capsys):
+    assert plan(model, "--max-num-batched-tokens", "64") == 1
+    assert "64 is less than --max-num-seqs 256" in capsys.readouterr().err
+
+
 def test_the_command_is_one_that_vllm_understands(model, capsys):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

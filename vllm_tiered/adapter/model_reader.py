@@ -68,7 +68,7 @@ def read_model(model: str, dtype: str, num_ranks: int) -> dict[str, Any]:
 
 def _facts(vllm_config: Any, built: Any) -> dict[str, Any]:
     model_config = vllm_config.model_config
-    path, stack = _decoder_layers(built)
+    path, stack = decoder_layers(built)
     of_layers = {id(p) for layer in stack for p in layer.parameters()}
     others = {id(p): p.nbytes for p in built.parameters() if id(p) not in of_layers}
     return {
@@ -84,7 +84,7 @@ def _facts(vllm_config: Any, built: Any) -> dict[str, Any]:
     }
 
 
-def _decoder_layers(built: Any) -> tuple[str, list[Any]]:
+def decoder_layers(built: Any) -> tuple[str, list[Any]]:
     """Return the largest list of layers in the model, which is its decoder's, and its path."""
     from torch import nn
     from vllm.model_executor.models.utils import PPMissingLayer

@@ -72,6 +72,11 @@ def _read(args: argparse.Namespace) -> tuple[Case, CardMemory | None, Figures]:
         max_requests=args.max_num_seqs,
         max_batched_tokens=args.max_num_batched_tokens,
     )
+    if load.max_batched_tokens < load.max_requests:
+        raise ConfigError(
+            f"--max-num-batched-tokens {load.max_batched_tokens} is less than --max-num-seqs "
+            f"{load.max_requests}, which vLLM refuses: raise the one or lower the other"
+        )
     if shape.max_model_len is not None and load.tokens > shape.max_model_len:
         raise ConfigError(
             f"{load.prompt_tokens} prompt and {load.output_tokens} output tokens are more than the "

@@ -136,7 +136,7 @@ class Device(ABC):
         return self.far_buffer(num_pages, page_bytes)
 
     def pin(self, pages: PageBuffer) -> None:  # noqa: B027 - most devices have nothing to do
-        """Make pages of :meth:`far_buffer_to_fill` ready for copies.
+        """Make pages of :meth:`far_buffer_to_fill` ready for copies; others are, already.
 
         Raises:
             BudgetError: the system lacks the memory, or refuses to lock it.

@@ -51,7 +51,8 @@ class HostPlan:
         far_sublayers: number of sublayers with far weights.
         host_bytes: weights that the processor reads in each step.
         step: the decode step of one request.
-        without: the same with all far weights on the link.
+        without: the same with all far weights on the link, of the best placement if several are
+            compared.
     """
 
     policy: str

@@ -167,7 +167,7 @@ class ModelShape:
         full_attention_layers: layers that keep every token's KV; None if each layer does.
         experts: the routed experts of a mixture.
         quantization: the checkpoint's format; None for weights of ``dtype_bytes``.
-        quantized_bits: bits of a quantised weight, without scales; None without a format.
+        quantized_bits: bits of a quantised weight, without scales; None for no format, or several.
         may_be_far: whether the engine places weights in the checkpoint's format.
         max_model_len: the most tokens of a request, if known.
         hidden_size: width of what a layer passes on; 0 if unknown.

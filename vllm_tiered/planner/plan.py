@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_tiered.planner.bottleneck import Bottleneck, find_bottlenecks
 from vllm_tiered.planner.expert_slots import SlotsFit, plan_slots
@@ -160,11 +160,11 @@ class Plan:
         ]
         if not plans:
             return None
-        without = min(
-            predict_step(case.shape, case.machine, fit.split.placement, one).seconds for fit in fits
-        )
+        steps = (predict_step(case.shape, case.machine, fit.split.placement, one) for fit in fits)
+        without = min(steps, key=lambda step: step.seconds)
         best = min(plans, key=lambda plan: plan.step.seconds)
-        return best if best.step.seconds < 0.99 * without else None
+        is_better = best.step.seconds < 0.99 * without.seconds
+        return replace(best, without=without) if is_better else None
 
     def with_unbounded_far(self, fit: Fit) -> MemorySplit | None:
         """Return the placement's plan for unlimited far memory; None if it is no better."""

@@ -23,6 +23,9 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """vLLM's fused matrices, and a checkpoint's names of their parts."""
 
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""A checkpoint's names of the matrices of an expert."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
@@ -131,7 +134,9 @@ def _compressed_tensors(config: Mapping[str, Any], ignored: tuple[str, ...]) -> 
     formats = [_of_group(group, ignored) for group in groups]
     # A group of all linear layers has what no other group names.
     first, *others = sorted(formats, key=lambda one: not one.targets)
-    return replace(first, others=tuple(others))
+    bits = sorted({one.bits for one in formats}, reverse=True)
+    name = f"compressed-tensors {' and '.join(f'{one:g}' for one in bits)} bit"
+    return replace(first, name=name, others=tuple(others))
 
 
 def _of_group(group: Mapping[str, Any], ignored: tuple[str, ...]) -> Format:
@@ -172,6 +177,9 @@ def _names(path: str) -> list[str]:
     """Return the names that a checkpoint may have for a module of vLLM's."""
     head, _, last = path.rpartition(".")
     parts = _FUSED.get(last, ())
+    mixture, is_of_experts, _ = path.partition(".experts")
+    if is_of_experts:  # a checkpoint names each expert's matrices
+        head, parts = f"{mixture}.experts.0", _OF_EXPERTS
     return [path, *(f"{head}.{part}" for part in parts)]
 
 

@@ -4,7 +4,7 @@
 from typing import Final
 
 QUANTIZES_EXPERTS_ALONE: Final = ("mxfp4", "gpt_oss_mxfp4")
-"""Methods that quantize routed experts alone."""
+"""Methods that quantise routed experts alone."""
 
 PLACED_METHODS: Final = {
     "fp8": ("fp8",),
@@ -18,5 +18,5 @@ PLACED_METHODS: Final = {
 
 
 def is_placed(method: str) -> bool:
-    """Return whether layers are placed that vLLM's method of this name has quantized."""
+    """Return whether layers are placed that vLLM's method of this name has quantised."""
     return any(method in names for names in PLACED_METHODS.values())

@@ -99,9 +99,9 @@ class OffloadedWeights:
         # a step and compute wait in the other.
         extents = tuple(far for far, _ in sizes if far)
         with device.with_nodes(replace(device.node_use, extents=extents)):
-            self._far = device.far_buffer_to_fill(
-                self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT
-            )
+            # What is loaded already may fill the memory that pinning would take as well.
+            allocate = device.far_buffer_to_fill if is_loaded else device.far_buffer
+            self._far = allocate(self.far_bytes // BUFFER_ALIGNMENT, BUFFER_ALIGNMENT)
         buffer_pages = max((e.buffer_page + e.num_pages for e in self._extents), default=0)
         self.buffer_bytes = buffer_pages * BUFFER_ALIGNMENT
         self._packing = packing_for(near_device)

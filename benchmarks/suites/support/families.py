@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -75,9 +75,10 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
         problem = f"not built: {_first_line(error)}"
         found |= {part: found[part] or problem for part in ("kv", "weights")}
     else:
-        found["weights"] = found["weights"] or _nothing_to_place(built)
+        found["weights"] = found["weights"] or _found(_nothing_to_place, built)
         if found["kv"] is None:
-            found["kv"], found["kv_v2"] = _obstacles_of_kv(config)
+            found["kv"] = _found(_obstacle_of_kv, config, "0")
+            found["kv_v2"] = _found(_obstacle_of_kv, config, "1")
     found.setdefault("kv_v2", found["kv"])
     return found
 
@@ -133,29 +134,30 @@ def _build(vllm_config: Any) -> Any:
         return initialize_model(vllm_config)
 
 
+def _found(look: Callable[..., str | None], *args: Any) -> str | None:
+    """Return what a look at a built model says, or why it could not look."""
+    try:
+        return look(*args)
+    except Exception as error:
+        return f"not looked at: {_first_line(error)}"
+
+
 def _nothing_to_place(built: Any) -> str | None:
     """Return that the decoder's layers have no weights to place; None if they have."""
-    from torch import nn
-
+    from vllm_tiered.adapter.model_reader import decoder_layers
     from vllm_tiered.adapter.weights.layer_weights import movable_parameters
 
-    stacks = [module for module in built.modules() if isinstance(module, nn.ModuleList)]
-    sizes = [sum(p.nbytes for p in stack.parameters()) for stack in stacks]
-    layers = max(zip(sizes, stacks, strict=True), key=lambda one: one[0])[1] if stacks else ()
+    _, layers = decoder_layers(built)
     is_found = any(movable_parameters(layer) for layer in layers)
     return None if is_found else "no layer has weights to place"
 
 
-def _obstacles_of_kv(vllm_config: Any) -> tuple[str | None, str | None]:
-    """Return what keeps KV swapping away under vLLM's model runners V1 and V2."""
+def _obstacle_of_kv(vllm_config: Any, uses_v2: str) -> str | None:
+    """Return what keeps KV swapping away under vLLM's model runner V1 ("0") or V2 ("1")."""
     from vllm_tiered.adapter.kv.obstacles import find_model_obstacle
 
-    found = []
-    for version in ("0", "1"):
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = version
-        found.append(find_model_obstacle(vllm_config, is_loaded=False))
-    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
-    return found[0], found[1]
+    with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": uses_v2}):
+        return find_model_obstacle(vllm_config, is_loaded=False)
 
 
 class StandIns(MetaPathFinder, Loader):

@@ -92,6 +92,7 @@ def test_the_planner_takes_the_placement_that_is_best_with_the_host():
             other = plan_host(LLAMA, DESKTOP, placement, one)
             assert other is None or other.step.seconds >= found.step.seconds
     assert len(alone) > 2 and found.step.seconds < 0.9 * min(alone.values())
+    assert found.without.seconds == min(alone.values())
 
 
 def test_a_link_as_fast_as_host_memory_leaves_the_host_nothing():

@@ -100,6 +100,16 @@ def test_each_group_of_compressed_tensors_has_its_own_bits():
     assert attention is not None and ffn is not None
     assert (attention.bytes_per_weight, ffn.bytes_per_weight) == (1, 4.5 / 8)
     assert mixed.of("lm_head", is_expert=False) is None
+    assert mixed.name == "compressed-tensors 8 and 4 bit"
+
+
+def test_the_matrices_of_experts_are_named_one_by_one():
+    weights = {"num_bits": 4, "type": "int", "group_size": 32}
+    names = [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"]
+    groups = {"group_0": {"targets": names, "weights": weights}}
+    found = read_format({"quant_method": "compressed-tensors", "config_groups": groups})
+    assert found.of("model.layers.1.mlp.experts.routed_experts", is_expert=True) is found
+    assert found.of("model.layers.1.self_attn.o_proj", is_expert=False) is None
 
 
 def test_a_file_of_modelopts_has_its_settings_in_a_part():

@@ -15,6 +15,7 @@ from tests.fixtures.rounding import rounded
 from vllm_tiered.devices.cuda import bounce_copy
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.devices.cuda.event import CudaEvent
+from vllm_tiered.errors import BudgetError
 from vllm_tiered.kernels.dequant_linear import reference
 from vllm_tiered.weights import offloaded_weights
 from vllm_tiered.weights.int4 import packing
@@ -47,7 +48,16 @@ class Model:
         store: file of the second half of the sublayers; None for none.
     """
 
-    def __init__(self, seed, haste, *, compressed=False, store=None, engine_run_bytes=1 << 60):
+    def __init__(
+        self,
+        seed,
+        haste,
+        *,
+        compressed=False,
+        store=None,
+        engine_run_bytes=1 << 60,
+        is_loaded=False,
+    ):
         self.device = SimulatedCudaDevice(
             random.Random(seed), haste=haste, engine_run_bytes=engine_run_bytes
         )
@@ -80,7 +90,9 @@ class Model:
             for one, parts in zip(sublayers, placement.offloaded, strict=True)
         ]
         self.store = store
-        self.far = OffloadedWeights(self.device, groups, torch.device("cpu"), store)
+        self.far = OffloadedWeights(
+            self.device, groups, torch.device("cpu"), store, is_loaded=is_loaded
+        )
 
     def is_packed(self, name):
         return self.compressed and name.endswith("weight")
@@ -166,16 +178,28 @@ def test_outputs_are_equal(haste, engine_run_bytes):
 
 def test_far_memory_takes_nothing_before_weights_are_in_it():
     """Loaded layers may fill host memory; pinning would take as much again at once."""
-    model = Model(0, 0.3)
+    early, late = Model(0, 0.3), Model(0, 0.3, is_loaded=True)
+    for model in (early, late):
+        runtime: Any = model.device._runtime
+        far = model.far._far.data
+        assert runtime._is_pinned(far) == (model is early)
+        model.load()
+        model.far.start_streaming()
+        assert runtime._is_pinned(far)
+        model.device.close()
+        assert not runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_and_is_freed():
+    model = Model(0, 0.3, is_loaded=True)
     runtime: Any = model.device._runtime
-    assert not runtime.pinned
     model.load()
-    pool = model.far.start_streaming()
-    far = model.far._far.data
-    assert far.data_ptr() in runtime.pinned and runtime._is_pinned(far)
-    model.step(pool)
+    runtime.refuses_to_pin = True
+    with pytest.raises(BudgetError, match="could not pin"):
+        model.far.start_streaming()
+    assert model.device._unpinned
     model.device.close()
-    assert not runtime.pinned
+    assert not runtime.pinned and not model.device._unpinned
 
 
 @pytest.mark.parametrize("haste", HASTES)

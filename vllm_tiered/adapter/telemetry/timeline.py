@@ -10,7 +10,7 @@ import vllm_tiered
 from vllm_tiered.adapter import compat
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.steps import Step
-from vllm_tiered.adapter.replicas import path_of_replica
+from vllm_tiered.adapter.replicas import is_first_here, path_of_replica
 from vllm_tiered.adapter.telemetry import energy, manifest
 from vllm_tiered.adapter.telemetry.manifest import KvManifest
 from vllm_tiered.config import ReportConfig
@@ -111,4 +111,6 @@ def open_timeline(
         return None
     model = str(vllm_config.model_config.model)
     path = path_of_replica(report.path, vllm_config)
+    if not is_first_here(vllm_config.parallel_config):  # whose report has all of the machine's
+        report = replace(report, embodied_kg=0.0)
     return Timeline(path, plan, model, world_size, report)

@@ -119,12 +119,15 @@ class CudaDevice(StorageDevice):
         return pages
 
     def pin(self, pages: PageBuffer) -> None:
-        memory = self._unpinned.pop(pages)
+        memory = self._unpinned.get(pages)
+        if memory is None:
+            return
         data = pages.data.view(-1)
         if len(data):
             pin(self._runtime, memory, data)
             self._memory.add(memory)
             self._runtime.compile_for(pages.data.view(torch.int32), None)
+        del self._unpinned[pages]
 
     def prepare(
         self,
@@ -220,6 +223,7 @@ class CudaDevice(StorageDevice):
             if self._is_closed:
                 return
             self._is_closed = True
+            self._unpinned.clear()
             for event in self._deferred_events:
                 if not event.is_settled:
                     event.fail(
