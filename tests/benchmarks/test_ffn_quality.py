@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.inputs import byte_training, relu_model
+from benchmarks.inputs import byte_training, human_eval, relu_model
 from benchmarks.suites.ffn import quality as ffn_quality
 from benchmarks.suites.ffn.cached_ffn import CachedMixedFfn
 from benchmarks.suites.ffn.quality import PROFILES, RESULT_KEYS, humaneval_texts, summarise, table
@@ -134,10 +134,11 @@ def test_humaneval_is_prompts_and_solutions(tmp_path, monkeypatch):
 
     tiny_tokenizer(tmp_path)
     path = tmp_path / "HumanEval.jsonl.gz"
-    problems = [{"prompt": "abc", "canonical_solution": "defg"}] * 3
+    problem = {"prompt": "abc", "canonical_solution": "defg", "entry_point": "f", "test": ""}
+    problems = [problem] * 3
     with gzip.open(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(problem) + "\n" for problem in problems)
-    monkeypatch.setattr(ffn_quality, "package_file", lambda *_: path)
+    monkeypatch.setattr(human_eval, "package_file", lambda *_: path)
     texts = humaneval_texts(tmp_path, 12)
     assert [text.token_ids for text in texts] == [tuple(range(2, 9)), tuple(range(2, 7))]
     assert [text.num_given for text in texts] == [3, 3]

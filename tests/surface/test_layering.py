@@ -73,6 +73,7 @@ SHARED_LAYOUTS = {
     "vllm_tiered.kv.layout",
     "vllm_tiered.kv.policy",
     "vllm_tiered.kv.tuning",
+    "vllm_tiered.weights.formats",
     "vllm_tiered.weights.layout",
     "vllm_tiered.weights.placement",
     "vllm_tiered.weights.int4.layout",

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from vllm_tiered.config.rules import Number, PathTo
 from vllm_tiered.config.section import Section, option
-from vllm_tiered.energy.carbon import embodied_grams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +36,3 @@ class ReportConfig(Section):
         Number(at_least=0.1, at_most=100),
         "Years over which `embodied_kg` is spread.",
     )
-
-    @property
-    def embodied_grams_per_second(self) -> float:
-        """Grams of CO2e of the machine's making that fall on a second of its life."""
-        return embodied_grams(self.embodied_kg, self.lifetime_years, 1.0)

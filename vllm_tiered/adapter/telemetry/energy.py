@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config.report import ReportConfig
-from vllm_tiered.energy.carbon import DRAM_WATTS_PER_GB, SSD_WATTS, grams_co2e
+from vllm_tiered.energy.carbon import DRAM_WATTS_PER_GB, SSD_WATTS, embodied_grams, grams_co2e
 from vllm_tiered.energy.power import Known, PowerMeter, open_meter
 
 logger = logging.getLogger("vllm.tiered")
@@ -82,9 +82,14 @@ def open_energy(report: ReportConfig, *, is_first_engine: bool = True) -> Engine
     return EngineEnergy(
         _meter(is_first=is_first),
         report.carbon_intensity,
-        embodied=report.embodied_grams_per_second if is_first else 0.0,
+        embodied=embodied_rate(report) if is_first else 0.0,
         log=not group.rank,
     )
+
+
+def embodied_rate(report: ReportConfig) -> float:
+    """Return the gCO2e of making the machine that fall on a second of its life."""
+    return embodied_grams(report.embodied_kg, report.lifetime_years, 1.0)
 
 
 def labels(meter: PowerMeter | None = None) -> dict[str, str]:

@@ -56,7 +56,7 @@ class Timeline:
                 storage_bytes=stated.storage_bytes * world_size,
                 machine=Machine.here(),
                 carbon_intensity=report.carbon_intensity,
-                embodied_grams_per_second=report.embodied_grams_per_second,
+                embodied_grams_per_second=energy.embodied_rate(report),
                 manifest=stated.to_dict() | {"energy": energy.labels()},
             ),
         )
