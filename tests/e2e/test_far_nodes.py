@@ -61,30 +61,23 @@ def test_damaged_bytes_of_a_node_change_the_tokens(bindings, node) -> None:
         assert generate(llm, PROMPTS) == expected
 
 
-def test_latency_is_planned_with_what_the_nodes_are_together(bindings) -> None:
+@pytest.mark.parametrize(
+    ("placement", "near_gib", "options"),
+    [("latency", 0.004, {}), ("throughput", 0.0075, {"kv_cache_memory_bytes": None})],
+    ids=["latency", "throughput"],
+)
+def test_it_is_planned_with_what_the_nodes_are_together(
+    bindings, placement, near_gib, options
+) -> None:
     expected = vllm_tokens("opt", PROMPTS)
-    weights = {"placement": "latency", "near_gib": 0.004}
-    with engine("opt", KV_OFF, weights=weights) as llm:
+    weights = {"placement": placement, "near_gib": near_gib}
+    with engine("opt", KV_OFF, weights=weights, **options) as llm:
         far_bytes = get_offloader().placement.far_bytes
         assert far_bytes > FAST_BYTES
         nodes = bindings.nodes_of_pages(get_offloader()._weights._far)
         assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES
         assert generate(llm, PROMPTS) == expected
         # The link takes most of such a step: what exceeds 2 MiB is read at 100 MB/s.
-        seconds = (far_bytes - FAST_BYTES) / 100e6
-        assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
-
-
-def test_throughput_is_planned_with_what_the_nodes_are_together(bindings) -> None:
-    """Weights and KV cache share near memory; slower nodes keep more of the weights near."""
-    expected = vllm_tokens("opt", PROMPTS)
-    weights = {"placement": "throughput", "near_gib": 0.0075}
-    with engine("opt", KV_OFF, weights=weights, kv_cache_memory_bytes=None) as llm:
-        far_bytes = get_offloader().placement.far_bytes
-        assert far_bytes > FAST_BYTES
-        nodes = bindings.nodes_of_pages(get_offloader()._weights._far)
-        assert nodes.count(FAST) * BUFFER_ALIGNMENT == FAST_BYTES
-        assert generate(llm, PROMPTS) == expected
         seconds = (far_bytes - FAST_BYTES) / 100e6
         assert 0.8 * seconds < get_offloader()._chooser.expected_step.seconds < 3 * seconds
 

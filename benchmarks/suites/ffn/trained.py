@@ -18,9 +18,7 @@ in memory, in the engine that the format is for.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,8 +32,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.decode_rate import decode_rates
+from benchmarks.harness.engine_job import answer, ask, given
 from benchmarks.harness.progress import Step
-from benchmarks.harness.runner import MeasurementError, engine_environment
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.human_eval import STOPS, Problem, problems, solved
@@ -62,7 +61,6 @@ DEFINITIONS = {
 
 _LLAMA = ("Q8_0", "Q4_K_M")
 _GROUP = 64
-_ANSWER = "ANSWER "
 _TIMEOUT_S = 7200
 
 
@@ -287,7 +285,7 @@ def _with_store(folder: Path, rate: float, settings: Settings) -> tuple[float, s
 
 
 def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    given = {
+    asked = {
         "rounds": 0,
         "prompts": [],
         "ffn": {},
@@ -297,21 +295,9 @@ def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         "new_tokens": settings.new_tokens,
         **job,
     }
-    finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.suites.ffn.trained"],
-        input=json.dumps(given),
-        env=engine_environment(os.environ, tiered=True, threads=settings.threads),
-        cwd=REPO_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
+    return ask(
+        "benchmarks.suites.ffn.trained", asked, threads=settings.threads, timeout_s=_TIMEOUT_S
     )
-    answers = [line for line in finished.stdout.splitlines() if line.startswith(_ANSWER)]
-    if finished.returncode or len(answers) != 1:
-        raise MeasurementError(f"the engine of {job['model']} failed:\n{finished.stderr[-4000:]}")
-    answer: dict[str, Any] = json.loads(answers[0].removeprefix(_ANSWER))
-    return answer
 
 
 def _serve() -> None:
@@ -320,7 +306,7 @@ def _serve() -> None:
 
     from vllm_tiered.adapter.telemetry import manifest
 
-    job = json.load(sys.stdin)
+    job = given()
     llm = LLM(
         model=job["model"],
         dtype="bfloat16",
@@ -333,12 +319,12 @@ def _serve() -> None:
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop=list(STOPS))
     outputs = llm.generate(job["prompts"], sampling, use_tqdm=False) if job["prompts"] else []
-    answer = {
+    found = {
         "completions": [output.outputs[0].text for output in outputs],
         "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
         "ffn": (manifest.current() or {}).get("ffn", {}).get("state", "not in the manifest"),
     }
-    print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+    answer(found)
 
 
 if __name__ == "__main__":

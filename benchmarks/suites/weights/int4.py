@@ -10,21 +10,18 @@ process of its own, one after the other.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.decode_rate import decode_rates
+from benchmarks.harness.engine_job import answer, ask, given
 from benchmarks.harness.progress import Step
-from benchmarks.harness.runner import MeasurementError, engine_environment
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
@@ -54,7 +51,6 @@ _SYSTEMS: Mapping[str, Mapping[str, str]] = {
 }
 _CHECKPOINT = "compressed_int4"
 _TIMEOUT_S = 3600
-_ANSWER = "PERPLEXITY "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,23 +244,9 @@ def _in_a_process(
         "new_tokens": settings.new_tokens,
         "rounds": settings.rounds,
     }
-    finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.suites.weights.int4"],
-        input=json.dumps(job),
-        env=engine_environment(os.environ, tiered=True, threads=settings.threads),
-        cwd=REPO_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
+    return ask(
+        "benchmarks.suites.weights.int4", job, threads=settings.threads, timeout_s=_TIMEOUT_S
     )
-    answers = [line for line in finished.stdout.splitlines() if line.startswith(_ANSWER)]
-    if finished.returncode or len(answers) != 1:
-        raise MeasurementError(
-            f"the engine with {dict(weights)} failed:\n{finished.stderr[-4000:]}"
-        )
-    answer: dict[str, Any] = json.loads(answers[0].removeprefix(_ANSWER))
-    return answer
 
 
 def _measure() -> None:
@@ -274,7 +256,7 @@ def _measure() -> None:
 
     from vllm_tiered.adapter.telemetry import manifest
 
-    job = json.load(sys.stdin)
+    job = given()
     llm = LLM(
         model=job["model"],
         dtype=job["dtype"],
@@ -299,13 +281,13 @@ def _measure() -> None:
     ]
     offloader: Any = get_offloader()
     stated = manifest.current() or {}
-    answer = {
+    found = {
         "logprobs": logprobs,
         "manifest": stated.get("weights"),
         "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
         "layer_bytes": sum(part.num_bytes for part in offloader.placement.sublayers),
     }
-    print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+    answer(found)
 
 
 if __name__ == "__main__":
