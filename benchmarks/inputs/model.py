@@ -90,15 +90,22 @@ def gemma_model_dir(cache_dir: str | Path | None = None) -> Path:
     return target
 
 
-def convert_gguf(gguf_file: Path, out: Path) -> None:
-    """Write the GGUF's weights as bfloat16 safetensors, with config and tokenizer, into `out`."""
+def convert_gguf(gguf_file: Path, out: Path, like: Path | None = None) -> None:
+    """Write the GGUF's weights as bfloat16 safetensors, with config and tokenizer, into `out`.
+
+    Args:
+        gguf_file: the file.
+        out: an existing folder.
+        like: folder with config and tokenizer, if the file has none of its own.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    source: dict[str, Any] = {"gguf_file": gguf_file.name}
-    config = AutoConfig.from_pretrained(str(gguf_file.parent), **source)
+    source: dict[str, Any] = {} if like else {"gguf_file": gguf_file.name}
+    about = str(like or gguf_file.parent)
+    config = AutoConfig.from_pretrained(about, **source)
     config.dtype = torch.bfloat16
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     # `from_pretrained(gguf_file=...)` is avoided: it requires accelerate, and a model loaded that
@@ -110,5 +117,5 @@ def convert_gguf(gguf_file: Path, out: Path) -> None:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
     model.save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), **source)
+    tokenizer = AutoTokenizer.from_pretrained(about, **source)
     tokenizer.save_pretrained(out)

@@ -198,7 +198,7 @@ def _of_llama_cpp(
     rates = [llama_formats.decode_rate(python, file, *load) for _ in range(settings.rounds)]
     expanded = scratch / "expanded"
     expanded.mkdir()
-    convert_gguf(file, expanded)
+    convert_gguf(file, expanded, like=folder)
     return expanded, {"near_bytes": file.stat().st_size, "tokens_per_s": max(rates)}
 
 
