@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.harness.cache import cache_root
-from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.coder_model import coder_model_dir
+from benchmarks.inputs.model import demo_model_dir, gemma_model_dir
 from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
 from tests.fixtures.real_models import NESTED, REAL_MODELS
 from vllm_tiered.errors import UnsupportedError
@@ -216,11 +216,12 @@ def test_a_format_is_called_what_vllm_calls_it(algorithm, is_placed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b", "gemma-3-270m"])
-def test_bytes_are_those_of_larger_files_on_this_machine(name, tmp_path):
-    folder = cache_root(None) / name
-    if not (folder / "config.json").is_file():
-        pytest.skip(f"{name} is not prepared in {folder.parent}")
+@pytest.mark.parametrize("make", [coder_model_dir, gemma_model_dir])
+def test_bytes_are_those_of_larger_files_on_this_machine(make, tmp_path):
+    try:
+        folder = make()
+    except FileNotFoundError as error:
+        pytest.skip(f"its package is not installed: {error}")
     config = json.loads((folder / "config.json").read_text())
     (shape,) = read(tmp_path, ["model-read"], configs={"model-read": config}).values()
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
