@@ -20,6 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from vllm_tiered.storage.direct_file import Bytes, aligned_bytes
+
 _LARGE_CALL_BYTES = 4 << 20
 _CALL_BYTES = 1 << 20  # above 256 KiB the call size no longer limits common SSDs
 
@@ -108,13 +110,13 @@ def _read_ahead_setting(path: Path) -> Path | None:
 
 def _read_pass(calls: Sequence[tuple[int, int]], num_readers: int) -> float:
     """Return the seconds that `num_readers` threads take to make the calls in order."""
-    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    buffers: SimpleQueue[Bytes] = SimpleQueue()
     for _ in range(num_readers):
-        buffers.put(mmap.mmap(-1, _LARGE_CALL_BYTES))
+        buffers.put(aligned_bytes(_LARGE_CALL_BYTES))  # in huge pages, as the engine's
 
     def read(call: tuple[int, int]) -> None:
         buffer = buffers.get()
-        if os.preadv(call[0], [buffer], call[1]) != _LARGE_CALL_BYTES:
+        if os.preadv(call[0], [buffer.data], call[1]) != _LARGE_CALL_BYTES:
             raise OSError(errno.EIO, f"a short read at offset {call[1]}")
         buffers.put(buffer)
 

@@ -57,7 +57,7 @@ MIN_AIO_EXTENTS = 8
 AREA_BYTES = 4 * MIB
 """Bytes of the bounce buffer for asynchronous reads of slots that are not whole blocks. It holds
 about a hundred requests, so that waiting for the last of them costs little. The system allocates
-its memory pages only as they are used."""
+its memory, in huge pages if it has them, only as they are used."""
 
 SILENCE_SECONDS = 10.0
 """Seconds without an answer from the disk after which a warning is logged."""
