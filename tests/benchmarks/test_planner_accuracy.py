@@ -200,7 +200,8 @@ def test_prompts_are_measured_by_their_first_token(fakes):
 
 
 def test_a_swapped_cache_has_fewer_near_blocks_and_a_longer_step(fakes, monkeypatch):
-    disk = {"reads": [{"pattern": "sequential", "gb_per_s": 1.0}]}
+    slower = {"compute_slowdown": 1.2, "link_slowdown": 1.1}
+    disk = {"weight_reads": [{"num_bytes": 10**6, "seconds": 1e-3}], "contention": slower}
     probe = {**sample_probe(), "storage": disk}
     monkeypatch.setattr(planner_accuracy, "_probe", lambda settings, folder: probe)
     settings = dataclasses.replace(SETTINGS, placements=("off", "kv x2", "stored"))

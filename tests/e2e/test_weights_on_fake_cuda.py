@@ -26,7 +26,7 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cuda.device import CudaDevice
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.kernels.dequant_linear import reference
-from vllm_tiered.probe.links import stored_read
+from vllm_tiered.probe.links import stored_reads
 from vllm_tiered.weights import offloaded_weights
 from vllm_tiered.weights.int4 import packing
 
@@ -114,7 +114,7 @@ def test_memory_is_where_it_belongs_while_torch_builds_on_the_gpu(monkeypatch, t
     monkeypatch.setattr(
         offloader, "make_device", lambda: SimulatedCudaDevice(random.Random(1), haste=1.0)
     )
-    monkeypatch.setattr(measurements, "stored_read", partial(stored_read, num_bytes=1 << 20))
+    monkeypatch.setattr(measurements, "stored_reads", partial(stored_reads, sizes=[1 << 20]))
     built = [torch.nn.Module() for _ in range(4)]
     for layer in built:
         layer.fc1, layer.fc2 = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)

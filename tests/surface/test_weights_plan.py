@@ -181,6 +181,8 @@ def test_the_disk_is_measured_in_its_folder(layers, tmp_path):
     found = measured(layers, folder=tmp_path)
     link = storage_link(found)
     assert link and link.bytes_per_s > 1e6
+    slower = curves_of(found).storage_slowdown
+    assert slower and min(slower) >= 1
     assert not list(tmp_path.iterdir())
 
 
@@ -212,18 +214,27 @@ def test_ranks_take_the_slowest_figures(two_ranks, compressed):
         link_slowdown=1.0,
         layer_overhead_us=0.0,
         compressed=compressed,
+        storage_slowdown=(1.1, 1.4),
     )
-    here = replace(load_profile("cpu-2core"), curves=curves, storage_read_gb_per_s=2.0)
-    # Its link reads 5 GB/s, its disk 4, it has 700 bytes of far memory, and one product is slow.
-    two_ranks += [1 / 5, 1 / 100, 1 / 0.25, 10.0, 1 / 4, 1.2, 1.3, -700.0]
+    here = replace(
+        load_profile("cpu-2core"),
+        curves=curves,
+        storage_read_gb_per_s=2.0,
+        storage_latency_us=200.0,
+    )
+    # Its link reads 5 GB/s, its disk 4 with a longer latency, it has 700 bytes of far memory, and
+    # one product is slow.
+    two_ranks += [1 / 5, 1 / 100, 1 / 0.25, 10.0, 1 / 4, 300.0, 1.2, 1.3, 1.2, 1.3, -700.0]
     two_ranks += [9.0, 0.0, 0.0, 0.0, 0.0, 0.75]
     found, far_bytes = kv_sharing._of_all_ranks(here, 1000)
     assert far_bytes == 700
     assert (found.read_gb_per_s, found.near_gb_per_s) == (5.0, here.near_gb_per_s)
     assert (found.tflops, found.storage_read_gb_per_s) == (0.25, 2.0)
+    assert found.storage_latency_us == 300.0
     assert found.far_layer_overhead_us == here.far_layer_overhead_us
     agreed = curves_of(found)
     assert (agreed.compute_slowdown, agreed.link_slowdown) == (1.5, 1.3)
+    assert agreed.storage_slowdown == (1.2, 1.4)
     assert agreed.near == GemmCurve.of({(1, 100): 9.0, (4, 100): 2.0})
     assert agreed.far == far
     slowest = GemmCurve.of({(1, 100): 0.5, (4, 100): 0.75})

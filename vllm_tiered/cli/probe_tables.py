@@ -141,6 +141,16 @@ def _print_storage(console: Console, storage: Mapping[str, Any] | None) -> None:
         ("GB/s (us) of reads, readers:", *map(str, readers)),
         [(f"{pattern} {format_bytes(size)}", *texts) for (pattern, size), texts in rates.items()],
     )
+    _table(
+        console,
+        ("reads as weights are read", "GB/s", "us"),
+        [(format_bytes(read["num_bytes"]), *_rate(read)) for read in storage["weight_reads"]],
+    )
+    slower = storage["contention"]
+    console.print(
+        f"Matmuls take {slower['compute_slowdown']:.2f} times as long while storage is read, and "
+        f"reads take {slower['link_slowdown']:.2f} times as long while matmuls run."
+    )
     console.print(f"The disk writes {storage['write_gb_per_s']:.2f} GB/s.")
 
 

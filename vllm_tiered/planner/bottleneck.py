@@ -117,7 +117,7 @@ def find_bottlenecks(
     spare_far = far_bytes - placement.far_bytes
     # Transfers are slower while compute is busy.
     is_moved = any(moved_each_step(len(placement.extents), placement.prefetch_depth))
-    slower = slowdown(machine).link if is_moved else 1.0
+    slower = slowdown(machine, placement).link if is_moved else 1.0
     link = far_link(machine, placement.far_bytes).slowed_by(slower)
     links = (link, (storage_link(machine) or link).slowed_by(slower))
     bottlenecks: Counter[Bottleneck] = Counter()
@@ -159,7 +159,7 @@ def _sublayer_times(
     is_moved = dict(zip(far, moved_each_step(len(far), placement.prefetch_depth), strict=True))
     waits = [0.0] * len(transfers)
     if any(is_moved.values()):  # both are busy
-        slower = slowdown(machine)
+        slower = slowdown(machine, placement)
         times = replace(times, compute=tuple(s * slower.compute for s in times.compute))
         transfers = [seconds * slower.link for seconds in transfers]
         waits = waits_by_sublayer(transfers, times, prefetch_depth=placement.prefetch_depth)

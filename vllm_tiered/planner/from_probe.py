@@ -26,11 +26,12 @@ from vllm_tiered.planner.machine import (
     read_profile,
 )
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredAttention, MeasuredCurves
+from vllm_tiered.planner.pipeline_time import Link, fitted_link
 from vllm_tiered.units import format_bytes
 from vllm_tiered.untrusted import parse_json
 
 FORMAT = "vllm-tiered probe"
-VERSION = 4
+VERSION = 5
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -116,6 +117,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
     measured = figures.measured
     is_gpu = probe["machine"]["device"] != "cpu"
     step = _StepFigures(figures, probe["step_costs"], is_gpu=is_gpu)
+    storage = _storage(probe.get("storage"), measured)
     curves = MeasuredCurves(
         near=near,
         far=far,
@@ -127,6 +129,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
         compressed=None if int4 is None else _gemm_curve(int4),
         w4a16=None if w4a16 is None else _gemm_curve(w4a16),
         attention=step.attention(),
+        storage_slowdown=_storage_slowdown(probe.get("storage"), measured),
     )
     machine = Machine(
         read_gb_per_s=measured("read_gb_per_s", read_gb_per_s, "the largest transfer"),
@@ -139,7 +142,8 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
             2 * most_bytes / width * most_rows / most_seconds / 1e12,
             f"the largest GEMM, {most_rows} rows, by {probe['gemms_of']}",
         ),
-        storage_read_gb_per_s=_storage(probe.get("storage"), measured),
+        storage_read_gb_per_s=storage.bytes_per_s / 1e9 if storage else None,
+        storage_latency_us=1e6 * storage.latency_s if storage else 0.0,
         host_gb_per_s=_host(probe.get("host_read"), measured),
         near_bytes_per_copied_byte=measured(
             "near_bytes_per_copied_byte",
@@ -239,16 +243,33 @@ class _StepFigures:
         return self._figures.measured(name, value, "steps of small engines")
 
 
-def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:
-    """Return the rate of the fastest sequential reads; None if storage was not measured."""
+def _storage(curves: Mapping[str, Any] | None, measured: Callable[..., float]) -> Link | None:
+    """Return the link of reads as weights are read; None if storage was not measured."""
     if curves is None:
         return None
-    rates = [
-        _positive(read["gb_per_s"], "gb_per_s")
-        for read in curves["reads"]
-        if read["pattern"] == "sequential"
-    ]
-    return measured("storage_read_gb_per_s", max(rates), "the fastest sequential reads")
+    samples = _samples(curves["weight_reads"])
+    link = fitted_link(samples)
+    smallest, largest = (format_bytes(num_bytes) for num_bytes, _ in (samples[0], samples[-1]))
+    how = f"reads of {smallest} to {largest}, as weights are read"
+    measured("storage_read_gb_per_s", link.bytes_per_s / 1e9, how)
+    measured("storage_latency_us", 1e6 * link.latency_s, how)
+    return link
+
+
+def _storage_slowdown(
+    curves: Mapping[str, Any] | None, measured: Callable[..., float]
+) -> tuple[float, float] | None:
+    """Return the factors of compute and of reads while both run; None without storage."""
+    if curves is None:
+        return None
+    compute, reads = (
+        max(1.0, measured(f"storage_{name}", _positive(curves["contention"][name], name), how))
+        for name, how in (
+            ("compute_slowdown", "GEMMs during reads from storage"),
+            ("link_slowdown", "reads from storage during GEMMs"),
+        )
+    )
+    return compute, reads
 
 
 def _host(read: Mapping[str, Any] | None, measured: Callable[..., float]) -> float | None:

@@ -163,6 +163,6 @@ def host_step(
     return pipeline_step_time(
         transfers,
         ComputeTimes(compute=tuple(compute), rest=times.rest),
-        slowdown(machine),
+        slowdown(machine, placement, sublayers),
         placement.prefetch_depth,
     )

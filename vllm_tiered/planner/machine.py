@@ -23,6 +23,7 @@ _TIER_KEYS = {"name", "capacity_gib", "value", "kind", "source"}
 """Keys of a far tier in a profile; ``value`` is its bandwidth of reads."""
 _MAY_BE_KNOWN = {
     "storage_read_gb_per_s",
+    "storage_latency_us",
     "peer_gb_per_s",
     "host_gb_per_s",
     "int4_compute_factor",
@@ -32,6 +33,7 @@ _MAY_BE_ZERO = {
     "step_overhead_ms",
     "request_overhead_us",
     "far_layer_overhead_us",
+    "storage_latency_us",
 }
 _KINDS = {"measured", "published", "calibrated", "assumed"}
 
@@ -54,7 +56,8 @@ class Machine:
         request_overhead_us: time that each request adds to a step.
         far_layer_overhead_us: time that each far layer adds to a step, to submit and await its two
             copies (KV in and out, or the weights of attention and FFN).
-        storage_read_gb_per_s: bandwidth of large sequential reads from storage; None if unknown.
+        storage_read_gb_per_s: bandwidth at which weights are read from storage; None if unknown.
+        storage_latency_us: time of such a read beside its bytes' at that bandwidth.
         peer_gb_per_s: bandwidth from one near tier to another, of tensor-parallel ranks; None if
             they exchange over the far link.
         host_gb_per_s: bandwidth at which the host's processor reads far memory as it computes; None
@@ -75,6 +78,7 @@ class Machine:
     request_overhead_us: float
     far_layer_overhead_us: float
     storage_read_gb_per_s: float | None = None
+    storage_latency_us: float = 0.0
     peer_gb_per_s: float | None = None
     host_gb_per_s: float | None = None
     far_tiers: FarTiers = NO_TIERS

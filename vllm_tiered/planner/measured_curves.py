@@ -106,6 +106,8 @@ class MeasuredCurves:
         compute_slowdown, link_slowdown: factors by which compute and a transfer slow down while
             both run.
         layer_overhead_us: time of a layer's calls in a step, without its GEMMs.
+        storage_slowdown: the same two factors of reads from storage; None if they were not
+            measured.
         compressed: GEMMs with our weights in 4 bit, by the bytes that the weights have without
             compression. None if they were not measured; they are then assumed to take as long as
             without compression.
@@ -121,6 +123,7 @@ class MeasuredCurves:
     compressed: GemmCurve | None = None
     w4a16: GemmCurve | None = None
     attention: MeasuredAttention | None = None
+    storage_slowdown: tuple[float, float] | None = None
 
     def near_bytes_per_copied_byte(self, near_gb_per_s: float, read_gb_per_s: float) -> float:
         """Return the bytes of near-memory traffic that compute loses for each copied byte.

@@ -181,9 +181,13 @@ def milp_placement(
         effort: see :func:`~vllm_tiered.planner.latency_placement.place_for_latency`.
     """
     budget = room.near_bytes - kv_bytes
-    # With several far tiers the link depends on the solution: as if near memory were full.
+    # With several far tiers the link depends on the solution: as if near memory were full. So do
+    # the slowdowns, if weights are stored: as if nothing were near.
     link = far_link(machine, max(0, shape.layer_bytes - budget))
     storage = storage_link(machine) if room.has_storage else None
+    far = place("all_far", shape.sublayers)
+    if storage is not None and room.far_bytes is not None:
+        far = spill_to_storage(far, room.far_bytes)
     try:
         return place_for_latency(
             shape.sublayers,
@@ -192,7 +196,7 @@ def milp_placement(
             budget,
             room.far_bytes,
             storage,
-            slowdown=slowdown(machine),
+            slowdown=slowdown(machine, far),
             effort=effort,
         )
     except BudgetError:

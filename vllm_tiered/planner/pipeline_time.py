@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_tiered.weights.layout import extent_bytes_of, moved_each_step
 from vllm_tiered.weights.placement import Placement
 
@@ -43,6 +45,20 @@ class Link(NamedTuple):
     def slowed_by(self, times: float) -> Link:
         """Return a link whose transfers take ``times`` as long."""
         return Link(self.bytes_per_s / times, self.latency_s * times)
+
+
+def fitted_link(samples: Sequence[tuple[int, float]]) -> Link:
+    """Return the link of measured transfers, (bytes, seconds) each.
+
+    Its bandwidth and latency have the least squares of relative errors.
+    """
+    rows = np.array([(1.0 / seconds, num_bytes / seconds) for num_bytes, seconds in samples])
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    if len(samples) < 2 or latency <= 0 or per_byte <= 0:
+        # Noise, or one size: all of the time is the bytes'.
+        share = rows[:, 1]
+        latency, per_byte = 0.0, share.sum() / (share @ share)
+    return Link(bytes_per_s=1.0 / float(per_byte), latency_s=float(latency))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,8 @@ arithmetic of 16 bit, and memory traffic of their bytes: its kernels depend on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from vllm_tiered.planner.pipeline_time import (
     pipeline_step_time,
     transfer_seconds,
 )
-from vllm_tiered.weights.layout import Kind, Parameter, Role, Sublayer
+from vllm_tiered.weights.layout import Kind, Parameter, Role, Sublayer, extent_bytes_of
 from vllm_tiered.weights.placement import Placement
 
 ALL_REDUCE_SECONDS = 20e-6
@@ -70,7 +71,7 @@ def far_link(machine: Machine, far_bytes: int) -> Link:
 def storage_link(machine: Machine) -> Link | None:
     """Return the storage-to-near link; None if its bandwidth is unknown."""
     rate = machine.storage_read_gb_per_s
-    return None if rate is None else Link(bytes_per_s=rate * 1e9)
+    return None if rate is None else Link(rate * 1e9, machine.storage_latency_us * 1e-6)
 
 
 class Roofline(NamedTuple):
@@ -200,17 +201,51 @@ def _read_bytes(shape: ModelShape, parameter: Parameter, tokens: int, factor: fl
     return share * factor * shape.weights_in(parameter) * shape.dtype_bytes
 
 
-def slowdown(machine: Machine) -> Slowdown:
+def slowdown(
+    machine: Machine, placement: Placement | None = None, hosted: Collection[int] = ()
+) -> Slowdown:
     """Return the slowdown of concurrent compute and transfers: measured, or from their bytes.
 
     Each copied byte takes ``near_bytes_per_copied_byte`` of near-tier traffic. Compute and copies
-    share the near tier's bandwidth in proportion to what each would use alone.
+    share the near tier's bandwidth in proportion to what each would use alone. Reads from storage
+    slow compute less, as they move fewer bytes in a second.
+
+    Args:
+        machine: machine with the contention.
+        placement: offloaded weights; the factors are means over the seconds that their transfers
+            take from far memory and from storage. None for far memory alone.
+        hosted: sublayers whose far weights stay where they are.
     """
-    if machine.curves:
-        return Slowdown(machine.curves.compute_slowdown, machine.curves.link_slowdown)
-    asked = machine.near_bytes_per_copied_byte * machine.read_gb_per_s
-    shared = 1 + asked / machine.near_gb_per_s
-    return Slowdown(shared, shared)
+    copies, reads = _slowdowns(machine)
+    storage = storage_link(machine)
+    if placement is None or storage is None or not placement.storage_bytes:
+        return copies
+    link = far_link(machine, placement.far_bytes)
+    extents = [
+        (0 if at in hosted else extent_bytes_of(far), extent_bytes_of(kept))
+        for at, (far, kept) in enumerate(placement.offloaded)
+    ]
+    copied, read = (
+        math.fsum(of.seconds(num_bytes) for num_bytes in sizes)
+        for of, sizes in zip((link, storage), zip(*extents, strict=True), strict=True)
+    )
+    share = read / (copied + read)
+    return Slowdown(*(a + share * (b - a) for a, b in zip(copies, reads, strict=True)))
+
+
+def _slowdowns(machine: Machine) -> tuple[Slowdown, Slowdown]:
+    """Return the slowdowns of copies from far memory and of reads from storage."""
+    curves = machine.curves
+    if curves:
+        copies = Slowdown(curves.compute_slowdown, curves.link_slowdown)
+        return copies, Slowdown(*curves.storage_slowdown) if curves.storage_slowdown else copies
+    rates = (machine.read_gb_per_s, machine.storage_read_gb_per_s or machine.read_gb_per_s)
+    copies, reads = (
+        Slowdown(shared, shared)
+        for rate in rates
+        for shared in [1 + machine.near_bytes_per_copied_byte * rate / machine.near_gb_per_s]
+    )
+    return copies, reads
 
 
 def compute_times(
@@ -252,7 +287,9 @@ def predict_step(
     times = compute_times(shape, machine, batch, placement)
     link = far_link(machine, placement.far_bytes)
     transfers = transfer_seconds(placement, link, storage_link(machine))
-    return pipeline_step_time(transfers, times, slowdown(machine), placement.prefetch_depth)
+    return pipeline_step_time(
+        transfers, times, slowdown(machine, placement), placement.prefetch_depth
+    )
 
 
 def _measured_seconds(

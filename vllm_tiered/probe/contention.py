@@ -18,8 +18,13 @@ from vllm_tiered.devices.base import Copy, Device, Direction
 from vllm_tiered.devices.pages import PageBuffer, Pages
 from vllm_tiered.probe.gemm import GemmOf, far_gemm
 from vllm_tiered.probe.links import PAGE_BYTES
+from vllm_tiered.storage.direct_file import aligned_pages
 
 _REPEATS = 5
+
+MOST_COPY_SECONDS = 0.02
+"""Longest copy that callers should measure with: on a slow link, some sixty of them take longer
+than the seconds that they ask for."""
 
 
 class Contention(NamedTuple):
@@ -41,6 +46,7 @@ def measure_contention(
     dtype: torch.dtype,
     seconds: float = 2.0,
     gemm_of: GemmOf = far_gemm,
+    source: PageBuffer | None = None,
 ) -> Contention:
     """Measure GEMMs of one row while a link copies into the two buffers of their weights.
 
@@ -48,6 +54,7 @@ def measure_contention(
         shape: (out, in) of a weight, whose bytes are a multiple of ``PAGE_BYTES``.
         seconds: approximate duration of the whole measurement.
         gemm_of: returns the GEMM of a weight in a weight buffer.
+        source: at least four weights that are copied, as of a file; None for far memory.
 
     Returns:
         Medians of several runs; each run first measures compute and link alone.
@@ -55,12 +62,14 @@ def measure_contention(
     Raises:
         BudgetError: the far tier lacks the memory of four weights.
     """
-    pages = shape[0] * shape[1] * dtype.itemsize // PAGE_BYTES
-    far = device.far_buffer(4 * pages, PAGE_BYTES)
-    near = PageBuffer(torch.empty((2 * pages, PAGE_BYTES), dtype=torch.uint8, device=near_device))
-    for buffer in (far, near):
-        # Bytes of 1 are tiny but normal numbers in every floating-point type.
-        buffer.data.fill_(1)
+    pages = pages_of(shape, dtype)
+    near = PageBuffer(aligned_pages(2 * pages, PAGE_BYTES, near_device))
+    # Bytes of 1 are tiny but normal numbers in every floating-point type.
+    near.data.fill_(1)
+    far = source
+    if far is None:
+        far = device.far_buffer(4 * pages, PAGE_BYTES)
+        far.data.fill_(1)
     copies = [
         device.prepare(
             Direction.READ, far, _pages(turn * pages, pages), near, _pages(turn % 2 * pages, pages)
@@ -91,6 +100,11 @@ def measure_contention(
         max(1.0, statistics.median(one.compute_slowdown for one in slower)),
         max(1.0, statistics.median(one.link_slowdown for one in slower)),
     )
+
+
+def pages_of(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Return the pages of a weight."""
+    return shape[0] * shape[1] * dtype.itemsize // PAGE_BYTES
 
 
 def _rate(run: Callable[[int], None], seconds: float) -> float:

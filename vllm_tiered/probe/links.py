@@ -4,10 +4,11 @@
 Each figure is the median of several runs after a warm-up.
 """
 
+import contextlib
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ PAGE_BYTES = 64 * KIB
 
 SIZES = tuple(64 * KIB << power for power in range(0, 11, 2))
 """Transfer sizes: 64 KiB to 64 MiB."""
+
+STORED_SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+"""Sizes of reads from storage, as sublayers have them."""
 
 SECONDS = 0.1
 """Duration of the measurement of one point; short transfers are repeated."""
@@ -99,42 +103,74 @@ def host_read(num_bytes: int, seconds: float = SECONDS) -> Sample:
     return Sample(num_bytes // 2, median_seconds(read, seconds))
 
 
-def stored_read(
+def stored_reads(
     device: Device,
     folder: Path,
     near_device: torch.device,
-    num_bytes: int = 128 * MIB,
+    sizes: Sequence[int] = STORED_SIZES,
+    seconds: float = SECONDS,
     *,
     knob: str,
-) -> Sample:
-    """Measure reads of an immutable file, as weights on storage are read; removes the file.
+) -> list[Sample]:
+    """Measure reads of an immutable file, as sublayers on storage are read; removes the file.
+
+    The next read begins when one has ended, in which time the disk waits: small reads are slower
+    than the disk's bandwidth.
 
     Args:
+        sizes: bytes of the reads, multiples of ``PAGE_BYTES``. The file has twice the largest.
+        seconds: approximate duration for each size.
         knob: the configuration key of ``folder``, for messages.
 
     Raises:
         ConfigError, BudgetError: the file cannot be created in ``folder``.
     """
-    num_pages = num_bytes // PAGE_BYTES
+    num_pages = 2 * max(sizes) // PAGE_BYTES
+    samples = []
+    with stored_file(folder, num_pages, knob=knob) as file:
+        near = PageBuffer(aligned_pages(num_pages, PAGE_BYTES, near_device))
+        near.data.fill_(1)  # the system allocates memory at the first write
+        for size in sizes:
+            count = size // PAGE_BYTES
+            copies = [
+                device.prepare(
+                    Direction.READ, file.buffer(), _pages(first, count), near, _pages(first, count)
+                )
+                for first in range(0, num_pages - count + 1, count)
+            ]
+
+            def read(turn: int, copies: Sequence[Copy] = copies) -> None:
+                device.submit(copies[turn % len(copies)]).wait()
+
+            samples.append(Sample(size, median_seconds(read, seconds)))
+    return samples
+
+
+@contextlib.contextmanager
+def stored_file(folder: Path, num_pages: int, *, knob: str) -> Iterator[ImmutableFile]:
+    """Write a file of pages as weights on storage are, without a name, and close it in the end.
+
+    Its numbers are as random as weights, since the disk may compress them, and no GEMM with them is
+    slower than with a model's.
+
+    Args:
+        num_pages: of ``PAGE_BYTES``.
+        knob: the configuration key of ``folder``, for messages.
+
+    Raises:
+        ConfigError, BudgetError: the file cannot be created in ``folder``.
+    """
     path = folder / f"{secrets.token_hex(4)}.probe"
     draft = Draft(folder, num_pages, PAGE_BYTES, knob=knob)
     try:
-        draft.memory.random_()  # random data, as the disk may compress it
+        draft.memory.view(torch.bfloat16).normal_()
         draft.publish(path, {})
         file = ImmutableFile(path)
     finally:
         draft.close()
         path.unlink(missing_ok=True)
     try:
-        near = PageBuffer(aligned_pages(num_pages, PAGE_BYTES, near_device))
-        pages = _pages(0, num_pages)
-        copy = device.prepare(Direction.READ, file.buffer(), pages, near, pages)
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            device.submit(copy).wait()
-            seconds.append(time.perf_counter() - start)
-        return Sample(num_bytes, statistics.median(seconds))
+        yield file
     finally:
         file.close()
 

@@ -17,22 +17,27 @@ import psutil
 import torch
 
 from vllm_tiered.devices.base import Device, Direction
-from vllm_tiered.probe.contention import measure_contention
+from vllm_tiered.probe.contention import MOST_COPY_SECONDS, measure_contention, pages_of
 from vllm_tiered.probe.disk import storage_curves
 from vllm_tiered.probe.gemm import TORCH, GemmSeconds, Products
 from vllm_tiered.probe.links import (
+    PAGE_BYTES,
     SIZES,
+    STORED_SIZES,
+    Sample,
     gemm_curve,
     host_read,
     link_curve,
     median_seconds,
+    stored_file,
+    stored_reads,
     synchronizer,
 )
 from vllm_tiered.probe.nodes import MOST_BYTES, NodeRead, measure_nodes
 from vllm_tiered.units import KIB, MIB
 
 FORMAT = "vllm-tiered probe"
-VERSION = 4
+VERSION = 5
 """Version of the probe file; a reader refuses other versions."""
 
 StepCosts = Mapping[str, Any]
@@ -53,6 +58,7 @@ class Scope:
         node_bytes: size of the buffer that is read of each NUMA node, if memory has several.
         request_bytes, readers: sizes and parallelism of reads from storage.
         file_bytes: size of the file that is read.
+        stored_bytes: sizes of the reads that are made as weights are read.
         host_bytes: bytes that the host's processor reads for each figure, beside a GPU.
         point_seconds: duration for one point of a curve.
         contention_seconds: duration of the contention measurement.
@@ -72,6 +78,7 @@ class Scope:
     request_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
     readers: tuple[int, ...] = (1, 4, 16, 32)
     file_bytes: int = 512 * MIB
+    stored_bytes: tuple[int, ...] = STORED_SIZES
     host_bytes: int = 512 * MIB
     point_seconds: float = 0.15
     contention_seconds: float = 3.0
@@ -116,7 +123,7 @@ def run_probe(
     storage = None
     if folder is not None:  # first, so that errors appear at once
         step(f"reads from {folder}")
-        storage = _storage(folder, scope)
+        storage = _storage(device, near_device, folder, scope, products)
     # Before the links: copies are then measured with the node that far memory uses first.
     nodes = []
     if device.far_nodes():
@@ -226,7 +233,9 @@ def _far_tiers(device: Device, nodes: Sequence[NodeRead]) -> dict[str, Any]:
     }
 
 
-def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
+def _storage(
+    device: Device, near_device: torch.device, folder: Path, scope: Scope, products: Products
+) -> dict[str, Any]:
     curves = storage_curves(
         folder,
         scope.request_bytes,
@@ -235,7 +244,38 @@ def _storage(folder: Path, scope: Scope) -> dict[str, Any]:
         seconds=scope.point_seconds,
     )
     reads = [{**read._asdict(), "pattern": read.pattern.value} for read in curves.reads]
-    return {**curves._asdict(), "path": str(folder), "reads": reads}
+    weights = stored_reads(
+        device, folder, near_device, scope.stored_bytes, scope.point_seconds, knob="--path"
+    )
+    shape = _read_shape(scope, weights[-1])
+    with stored_file(folder, 4 * pages_of(shape, scope.dtype), knob="--path") as file:
+        contention = measure_contention(
+            device,
+            near_device,
+            shape,
+            scope.dtype,
+            seconds=scope.contention_seconds,
+            gemm_of=products.far,
+            source=file.buffer(),
+        )
+    return {
+        **curves._asdict(),
+        "path": str(folder),
+        "reads": reads,
+        "weight_reads": [sample._asdict() for sample in weights],
+        "contention": contention._asdict(),
+    }
+
+
+def _read_shape(scope: Scope, largest: Sample) -> tuple[int, int]:
+    """Return the weights that are read while compute runs: fewer rows if the disk is slow."""
+    rows, columns = scope.contention_shape
+    rate = largest.num_bytes / largest.seconds
+    while rows % 2 == 0 and rows // 2 * columns * scope.dtype.itemsize % PAGE_BYTES == 0:
+        if rows * columns * scope.dtype.itemsize <= MOST_COPY_SECONDS * rate:
+            break
+        rows //= 2
+    return rows, columns
 
 
 def _cpu_seconds() -> tuple[float, float]:

@@ -17,11 +17,20 @@ from vllm_tiered.planner.from_probe import (
     read_probe_file,
 )
 from vllm_tiered.planner.host_compute import host_bytes_per_s
+from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.measured_curves import GemmCurve
 from vllm_tiered.planner.model_shape import model_shape
 from vllm_tiered.planner.pipeline_time import ComputeTimes, Slowdown, pipeline_step_time
-from vllm_tiered.planner.step_time import Batch, compute_times, far_link, predict_step, slowdown
-from vllm_tiered.weights.placement import place
+from vllm_tiered.planner.step_time import (
+    Batch,
+    compute_times,
+    far_link,
+    predict_step,
+    slowdown,
+    storage_link,
+)
+from vllm_tiered.units import MIB
+from vllm_tiered.weights.placement import place, spill_to_storage
 
 LLAMA = model_shape(LLAMA_3_8B)
 DECODE = Batch(requests=1, new_tokens=1, context_tokens=0)
@@ -84,6 +93,42 @@ def test_what_a_small_engine_measured_is_not_assumed():
     assert without is not None and without.attention is None
 
 
+def test_reads_of_weights_say_what_storage_takes():
+    reads = [{"num_bytes": size, "seconds": 3e-4 + size / 2e9} for size in (MIB, 64 * MIB)]
+    slower = {"compute_slowdown": 1.2, "link_slowdown": 0.9}
+    stored = {"storage": {"weight_reads": reads, "contention": slower}}
+    machine, figures = machine_from_probe(sample_probe() | stored)
+    assert machine.storage_read_gb_per_s == pytest.approx(2.0)
+    assert machine.storage_latency_us == pytest.approx(300.0)
+    link = storage_link(machine)
+    assert link is not None and link.seconds(MIB) == pytest.approx(3e-4 + MIB / 2e9)
+    assert "1.00 MiB to 64.00 MiB" in str(figures["storage_read_gb_per_s"]["source"])
+    # Reads that seem faster beside compute are not.
+    assert machine.curves is not None and machine.curves.storage_slowdown == (1.2, 1.0)
+    machine, _ = machine_from_probe(sample_probe())
+    assert storage_link(machine) is None
+    assert machine.curves is not None and machine.curves.storage_slowdown is None
+
+
+def test_a_step_is_slowed_by_what_it_reads():
+    """By the copies' factors, by the reads', or by their means over the seconds of each."""
+    reads = [{"num_bytes": size, "seconds": size / 5e9} for size in (MIB, 64 * MIB)]
+    slower = {"compute_slowdown": 1.05, "link_slowdown": 1.1}
+    stored = {"storage": {"weight_reads": reads, "contention": slower}}
+    machine, _ = machine_from_probe(sample_probe() | stored)
+    machine = dataclasses.replace(machine, far_layer_overhead_us=0.0)
+    far = place("all_far", LLAMA.sublayers)
+    on_disk = spill_to_storage(far, 0)
+    half = spill_to_storage(far, far.far_bytes // 2)
+    assert slowdown(machine, far) == slowdown(machine) == (1.25, 1.5)
+    assert slowdown(machine, on_disk) == pytest.approx((1.05, 1.1))
+    assert slowdown(machine, half, range(len(LLAMA.sublayers))) == pytest.approx((1.05, 1.1))
+    assert slowdown(machine, half) == pytest.approx((1.15, 1.3), rel=0.02)
+    profile = dataclasses.replace(load_profile("rtx4090-pcie4"), near_bytes_per_copied_byte=1.0)
+    assert slowdown(profile, on_disk).compute < slowdown(profile, far).compute
+    assert storage_link(profile) is not None
+
+
 def test_the_faster_gemm_says_what_memory_carries():
     probe = sample_probe()
     for entry in probe["gemms"]["far"]:
@@ -120,7 +165,7 @@ def broken(change):
         pytest.param("[]", "is not a probe's result", id="list"),
         pytest.param('{"format": "x"}', "is not a probe's result", id="other"),
         pytest.param(
-            broken(lambda p: p.update(version=3)), "version 3, and this reads 4", id="old"
+            broken(lambda p: p.update(version=4)), "version 4, and this reads 5", id="old"
         ),
         pytest.param(broken(lambda p: p.pop("links")), "damaged: no 'links'", id="key"),
         pytest.param(

@@ -5,12 +5,35 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from vllm_tiered.planner.pipeline_time import ComputeTimes, pipeline_step_time, waits_by_sublayer
+from vllm_tiered.planner.pipeline_time import (
+    ComputeTimes,
+    fitted_link,
+    pipeline_step_time,
+    waits_by_sublayer,
+)
 from vllm_tiered.weights.layout import buffer_of
 
 
 def times_of(*compute, rest=0.0):
     return ComputeTimes(compute=compute, rest=rest)
+
+
+def test_a_link_is_fitted_to_all_of_its_transfers():
+    exact = [(size, 2e-4 + size / 3e9) for size in (2**20, 2**22, 2**26)]
+    link = fitted_link(exact)
+    assert link.bytes_per_s == pytest.approx(3e9) and link.latency_s == pytest.approx(2e-4)
+    for size, seconds in exact:
+        noisy = [(s, t * (1.1 if s == size else 1.0)) for s, t in exact]
+        assert fitted_link(noisy).seconds(size) == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "samples", [[(10**6, 1e-3)], [(10**6, 1e-3), (10**7, 1e-2)], [(10**6, 1e-3), (10**7, 1.2e-2)]]
+)
+def test_a_link_has_no_latency_that_its_transfers_do_not_show(samples):
+    link = fitted_link(samples)
+    assert link.latency_s == pytest.approx(0.0, abs=1e-9)
+    assert link.bytes_per_s == pytest.approx(samples[0][0] / samples[0][1], rel=0.1)
 
 
 def test_transfers_hide_behind_the_sublayer_before():

@@ -8,7 +8,13 @@ from tests.fixtures.probes import FakeClock
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
-from vllm_tiered.probe.links import Sample, gemm_curve, link_curve, median_seconds
+from vllm_tiered.probe.links import (
+    Sample,
+    gemm_curve,
+    link_curve,
+    median_seconds,
+    stored_reads,
+)
 from vllm_tiered.units import KIB, MIB
 
 CPU = torch.device("cpu")
@@ -34,6 +40,22 @@ def test_transfers_are_real():
     finally:
         device.close()
     assert 0.2 < sample.gb_per_s < 1000
+
+
+def test_reads_from_storage_are_as_long_as_the_device_takes(tmp_path):
+    """The link of a device on the CPU limits its reads of files, too."""
+    device = CpuDevice(throttles={Direction.READ: Throttle(200e6, latency_seconds=0.002)})
+    try:
+        tries = [
+            stored_reads(device, tmp_path, CPU, [64 * KIB, 2 * MIB], knob="--path")
+            for _ in range(3)
+        ]
+    finally:
+        device.close()
+    assert not list(tmp_path.iterdir())
+    for num_bytes, samples in zip((64 * KIB, 2 * MIB), zip(*tries, strict=True), strict=True):
+        assert {sample.num_bytes for sample in samples} == {num_bytes}
+        assert min(sample.seconds for sample in samples) >= 0.002 + num_bytes / 200e6
 
 
 def test_a_larger_product_takes_longer():

@@ -16,11 +16,19 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.planner.from_probe import machine_from_probe
-from vllm_tiered.probe.contention import measure_contention
+from vllm_tiered.planner.from_probe import machine_from_probe, read_probe_file
+from vllm_tiered.probe import run as run_module
+from vllm_tiered.probe.contention import measure_contention, pages_of
 from vllm_tiered.probe.disk import Pattern, storage_curves
 from vllm_tiered.probe.gemm import TORCH, far_gemm, near_gemm
-from vllm_tiered.probe.links import host_read, link_curve, median_seconds
+from vllm_tiered.probe.links import (
+    PAGE_BYTES,
+    Sample,
+    host_read,
+    link_curve,
+    median_seconds,
+    stored_file,
+)
 from vllm_tiered.probe.run import Matrices, Scope, run_probe
 from vllm_tiered.units import KIB, MIB
 
@@ -42,12 +50,16 @@ def test_everything_is_measured_and_makes_a_machine(device, tmp_path):
     assert [entry["num_bytes"] for entry in probe["links"]["read"]] == list(TINY.transfer_bytes)
     assert len(probe["gemms"]["far"]) == len(TINY.rows) * len(TINY.gemm_shapes)
     assert len(probe["storage"]["reads"]) == 2 * 2 * 2
+    assert [read["num_bytes"] for read in probe["storage"]["weight_reads"]] == [64 * KIB, MIB]
     assert [entry["rows"] for entry in probe["sublayers"]] == [1, 4]
     assert len(steps) == 8
     assert probe["gemms_of"] == TORCH.source and probe["step_costs"] is None
     assert probe["gemms"].keys() == {"near", "far"}
     machine, figures = machine_from_probe(probe)
-    assert machine.curves is not None
+    (tmp_path / "probe.json").write_text(json.dumps(probe))
+    assert read_probe_file(tmp_path / "probe.json")[0] == machine
+    (tmp_path / "probe.json").unlink()
+    assert machine.curves is not None and machine.curves.storage_slowdown is not None
     assert all(math.isfinite(float(str(figure["value"]))) for figure in figures.values())
     assert os.listdir(tmp_path) == []
 
@@ -100,6 +112,25 @@ def test_a_point_takes_its_time_and_no_more(monkeypatch):
     clock.now = 0.0
     median_seconds(clock.call(1e-4), seconds=0.05)
     assert 0.04 < clock.now < 6 * 0.05
+
+
+def test_reads_of_a_file_are_what_compute_contends_with(device, tmp_path):
+    shape = (256, 256)
+    with stored_file(tmp_path, 4 * pages_of(shape, torch.float32), knob="--path") as file:
+        found = measure_contention(
+            device, CPU, shape, torch.float32, seconds=0.2, source=file.buffer()
+        )
+        # Twice in each of five repeats, at least six reads of a weight.
+        assert file._reader.stats.num_bytes >= 60 * 4 * 256 * 256
+    assert found.compute_slowdown >= 1 and found.link_slowdown >= 1
+
+
+@pytest.mark.parametrize(("gb_per_s", "rows"), [(20.0, 4096), (1.0, 2048), (0.001, 8)])
+def test_a_slow_disk_reads_less_while_compute_runs(gb_per_s, rows):
+    sample = Sample(64 * MIB, 64 * MIB / gb_per_s / 1e9)
+    shape = run_module._read_shape(Scope(), sample)
+    assert shape == (rows, 4096)
+    assert rows * 4096 * 2 % PAGE_BYTES == 0
 
 
 def test_a_link_without_contention_is_as_fast_during_compute():

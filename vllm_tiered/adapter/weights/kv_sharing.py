@@ -215,14 +215,17 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
         1 / machine.tflops,
         machine.far_layer_overhead_us,
         1 / (machine.storage_read_gb_per_s or 1.0),
+        machine.storage_latency_us,
         curves.compute_slowdown,
         curves.link_slowdown,
+        *(curves.storage_slowdown or (1.0, 1.0)),
         -float(far_bytes or 0),
         *(seconds for curve in gemm_curves for seconds in curve.points.values()),
     ]
     worst = _worst_of_ranks(costs)
-    read, near, tflops, overhead, storage, compute_slower, link_slower, far = worst[:8]
-    rest = iter(worst[8:])
+    read, near, tflops, overhead, storage, latency, compute_slower, link_slower = worst[:8]
+    stored_slower, far = (worst[8], worst[9]), worst[10]
+    rest = iter(worst[11:])
     near_curve, far_curve, *compressed = (
         GemmCurve.of({key: next(rest) for key in curve.points}) for curve in gemm_curves
     )
@@ -234,6 +237,7 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
         tflops=1 / tflops,
         far_layer_overhead_us=overhead,
         storage_read_gb_per_s=1 / storage if machine.storage_read_gb_per_s else None,
+        storage_latency_us=latency,
         curves=replace(
             curves,
             near=near_curve,
@@ -241,6 +245,7 @@ def _of_all_ranks(machine: Machine, far_bytes: int | None) -> tuple[Machine, int
             compressed=compressed[0] if compressed else None,
             compute_slowdown=compute_slower,
             link_slowdown=link_slower,
+            storage_slowdown=stored_slower if curves.storage_slowdown else None,
         ),
     )
     return agreed, None if far_bytes is None else round(-far)

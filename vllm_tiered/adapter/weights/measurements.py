@@ -23,8 +23,8 @@ from vllm_tiered.adapter.weights.engine_gemm import (
 from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.planner.machine import Machine
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredCurves
-from vllm_tiered.planner.pipeline_time import ComputeTimes, Link
-from vllm_tiered.probe.contention import measure_contention
+from vllm_tiered.planner.pipeline_time import ComputeTimes, Link, fitted_link
+from vllm_tiered.probe.contention import MOST_COPY_SECONDS, measure_contention, pages_of
 from vllm_tiered.probe.links import (
     PAGE_BYTES,
     SECONDS,
@@ -32,7 +32,8 @@ from vllm_tiered.probe.links import (
     Sample,
     gemm_by_rows,
     link_curve,
-    stored_read,
+    stored_file,
+    stored_reads,
 )
 from vllm_tiered.weights.layout import Sublayer, extent_bytes
 from vllm_tiered.weights.store import KNOB
@@ -44,9 +45,6 @@ _POINT_SECONDS = 0.05
 """Time for each measured GEMM, of which there are 20 to 30."""
 
 _BESIDE_SECONDS = 1.0
-
-_COPY_SECONDS = 0.02
-"""Longest copy of the contention probe, so that a slow link does not delay the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +164,19 @@ def measure_machine(
         largest.dtype,
         seconds=_BESIDE_SECONDS,
     )
+    storage = _storage(device, storage_folder, near_device)
+    slower_stored = None
+    if storage_folder is not None and storage is not None:
+        shape = _copied_shape(largest, storage)
+        with stored_file(storage_folder, 4 * pages_of(shape, largest.dtype), knob=KNOB) as file:
+            slower_stored = measure_contention(
+                device,
+                near_device,
+                shape,
+                largest.dtype,
+                seconds=_BESIDE_SECONDS,
+                source=file.buffer(),
+            )
     curves = MeasuredCurves(
         near=near,
         far=far,
@@ -173,9 +184,9 @@ def measure_machine(
         link_slowdown=slower.link_slowdown,
         layer_overhead_us=0.0,
         compressed=_curve(packed, near_device) if packed else None,
+        storage_slowdown=slower_stored,
     )
     num_bytes, most_seconds = near.by_rows[-1][-1]
-    storage = _storage(device, storage_folder, near_device)
     read, near_rate = link.bytes_per_s / 1e9, num_bytes / row_seconds / 1e9
     operations = 2 * num_bytes / largest.dtype.itemsize * near.rows[-1]
     return Machine(
@@ -188,6 +199,7 @@ def measure_machine(
         request_overhead_us=0.0,
         far_layer_overhead_us=2e6 * smallest.seconds,
         storage_read_gb_per_s=None if storage is None else storage.bytes_per_s / 1e9,
+        storage_latency_us=0.0 if storage is None else 1e6 * storage.latency_s,
         curves=curves,
     )
 
@@ -220,7 +232,7 @@ def link_bytes(sublayers: Sequence[Sublayer]) -> int:
 def _storage(device: Device, folder: Path | None, near_device: torch.device) -> Link | None:
     if folder is None:
         return None
-    return link_of(stored_read(device, folder, near_device, knob=KNOB))
+    return fitted_link(stored_reads(device, folder, near_device, knob=KNOB))
 
 
 def _ends(matrices: Iterator[Matrix]) -> list[Matrix]:
@@ -261,5 +273,5 @@ def _copied_shape(matrix: Matrix, link: Link) -> tuple[int, int]:
     """Return the shape of the part of the matrix that is copied during GEMMs, in whole pages."""
     row_bytes = matrix.shape[1] * matrix.dtype.itemsize
     least = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)  # fewest rows that fill whole pages
-    wanted = min(matrix.num_bytes, _COPY_SECONDS * link.bytes_per_s) / (least * row_bytes)
+    wanted = min(matrix.num_bytes, MOST_COPY_SECONDS * link.bytes_per_s) / (least * row_bytes)
     return max(1, round(wanted)) * least, matrix.shape[1]
