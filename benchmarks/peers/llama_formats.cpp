@@ -22,6 +22,8 @@
 static const std::map<std::string, llama_ftype> formats = {
     {"Q4_0", LLAMA_FTYPE_MOSTLY_Q4_0},
     {"Q4_K_M", LLAMA_FTYPE_MOSTLY_Q4_K_M},
+    {"Q5_K_S", LLAMA_FTYPE_MOSTLY_Q5_K_S},
+    {"Q5_K_M", LLAMA_FTYPE_MOSTLY_Q5_K_M},
     {"Q6_K", LLAMA_FTYPE_MOSTLY_Q6_K},
     {"Q8_0", LLAMA_FTYPE_MOSTLY_Q8_0},
 };

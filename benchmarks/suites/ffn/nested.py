@@ -16,7 +16,7 @@ is not measured here is speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,12 +208,16 @@ def formats_of(
     weights: Sequence[torch.Tensor], base_bits: int = 4
 ) -> dict[str, list[torch.Tensor]]:
     """Return a layer's matrices dequantised from each format; "full" are the matrices."""
-    base = [_rounded(one) if base_bits == 4 else asymmetric(one, base_bits) for one in weights]
-    planes = [low + symmetric(one - low, 4, GROUP) for one, low in zip(weights, base, strict=True)]
-    formats = {"full": list(weights), _BASE: base, _PLANE: planes}
+    base = [rounded(one) if base_bits == 4 else asymmetric(one, base_bits) for one in weights]
+    formats = {"full": list(weights), _BASE: base, _PLANE: _promoted(weights, base)}
     for name, (bits, group) in _PLAIN.items():
         formats[name] = [symmetric(one, bits, group) for one in weights]
     return formats
+
+
+def _promoted(weights: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a base's matrices with a plane of four more bits."""
+    return [low + symmetric(one - low, 4, GROUP) for one, low in zip(weights, base, strict=True)]
 
 
 def symmetric(weight_NK: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -237,7 +241,25 @@ def asymmetric(weight_NK: torch.Tensor, bits: int) -> torch.Tensor:
     return values_NGg.reshape(weight_NK.shape)
 
 
-def _rounded(weight_NK: torch.Tensor) -> torch.Tensor:
+def nested_ffns(folder: Path, share: float, dtype: torch.dtype) -> Iterator[Ffn]:
+    """Yield each layer's FFN with `share` of a token's neurons in 8 bit and the others in 4.
+
+    Args:
+        folder: the model in 16 bit.
+        dtype: dtype of the weights, and of what the FFN is given.
+    """
+    model = LayerwiseModel(folder)
+    for index in range(model.num_layers):
+        with model.layer(index) as module:
+            matrices = _matrices(module, model.activation)
+        base = [rounded(one) for one in matrices]
+        formats = {_BASE: base, _PLANE: _promoted(matrices, base)}
+        formats = {name: [one.to(dtype) for one in of] for name, of in formats.items()}
+        norms_N = matrices[-1].norm(dim=1).to(dtype)
+        yield Ffn(Layer(formats, model.activation, norms_N), _BASE, share=share)
+
+
+def rounded(weight_NK: torch.Tensor) -> torch.Tensor:
     """Return weights rounded as `weights.compress=int4` rounds them."""
     found = round_groups(weight_NK, GROUP)
     scale_NG1, zero_NG1 = (one.bfloat16().float()[..., None] for one in found[1:])
@@ -331,11 +353,14 @@ class _Counted(nn.Module):
 
 
 def _layer(module: nn.Module, activation: str, base_bits: int) -> Layer:
+    matrices = _matrices(module, activation)
+    return Layer(formats_of(matrices, base_bits), activation, matrices[-1].norm(dim=1))
+
+
+def _matrices(module: nn.Module, activation: str) -> list[torch.Tensor]:
     weights = ffn_weights(module, activation)
     assert weights.up_bias_N is None and weights.down_bias_H is None
-    rows_NMH = weights.rows_NMH.float()
-    matrices = [one.contiguous() for one in rows_NMH.unbind(1)]
-    return Layer(formats_of(matrices, base_bits), activation, matrices[-1].norm(dim=1))
+    return [one.contiguous() for one in weights.rows_NMH.float().unbind(1)]
 
 
 def _best(wanted_N: torch.Tensor, share: float) -> torch.Tensor:

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained SwiGLU model in the formats that compete for the same memory: quality beside speed.
 
-Qwen2.5-Coder-1.5B, taken off the 4-bit grid of its file:
-
-    16bit     as it is, in vLLM
-    W4A16     compressed-tensors in groups of 64, rounded without calibration, in vLLM
-    Q8_0, Q4_K_M   llama.cpp's
+Qwen2.5-Coder-1.5B, taken off the 4-bit grid of its file, in the formats of `trained_formats`.
 
 Quality is that of the weights alone: each format is expanded to 16 bit, and the same engine
 computes with it. Divergence is of the next token's distribution on ShareGPT's text; pass@1 is
@@ -19,16 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import nn
 
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.decode_rate import decode_rates
@@ -38,30 +37,32 @@ from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.human_eval import STOPS, Problem, problems, solved
-from benchmarks.inputs.int4_checkpoint import dequantise, quantise
-from benchmarks.inputs.model import convert_gguf, demo_model_dir
-from benchmarks.inputs.quantized_checkpoint import quantized_model_dir
+from benchmarks.inputs.model import demo_model_dir
 from benchmarks.peers import llama_formats
 from benchmarks.peers.contender import prompt_ids
+from benchmarks.suites.ffn.nested import nested_ffns
 from benchmarks.suites.ffn.quality_variants import HELD_OUT
+from benchmarks.suites.ffn.trained_formats import LLAMA, Prepared, prepare
+from vllm_tiered.ffn.prepare.layerwise import replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 
 RESULT_KEYS = ("frontier", "default_ratio_to_vllm", "default_state", "num_tokens", "definitions")
 
 DEFINITIONS = {
-    "frontier": "a row a format. near_bytes: of its file's weights, all in memory. tokens_per_s: of"
-    " one request's decode steps, best of the rounds. perplexity; kl: mean divergence of the next"
+    "frontier": "a row a format. near_bytes: of its weights, all in memory; of nested rows, base"
+    " and 15 % of the planes, whose rest is read. tokens_per_s: of one request's decode steps, best"
+    " of the rounds; null if no engine has the format. perplexity; kl: mean divergence of the next"
     " token's distribution from 16 bit's, with kl_error, its standard error. pass_at_1: share of"
     " HumanEval's problems that greedy completions solve, with its standard error over problems",
     "default_ratio_to_vllm": "tokens_per_s of default settings with a neuron store over vLLM's,"
-    " both with everything in memory; null if it was not asked for",
+    " both with everything in memory: median over pairs of engines, one after the other; null if it"
+    " was not asked for",
     "default_state": "what the sparse FFN did then",
     "num_tokens": "that were predicted for the divergence",
 }
 
-_LLAMA = ("Q8_0", "Q4_K_M")
-_GROUP = 64
 _TIMEOUT_S = 7200
+_STORE_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ class Settings:
     """
 
     model: str = "coder"
-    formats: tuple[str, ...] = ("W4A16", *_LLAMA)
+    formats: tuple[str, ...] = ("W4A16", "W8A8", "int4", *LLAMA, "nested 5%", "nested 15%")
     tokens: int = 2000
     num_problems: int = 164
     max_tokens: int = 256
@@ -120,14 +121,15 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     frontier = []
     for name in ("16bit", *settings.formats):
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            expanded, row = _format(name, folder, Path(scratch), settings)
-            row |= divergence(folder, expanded, texts)
-            row |= pass_at_1(_completions(expanded, asked, settings), asked)
+            of = prepare(name, folder, Path(scratch), settings.peers_python, settings.threads)
+            row = {"near_bytes": of.near_bytes, "tokens_per_s": _speed(of, settings)}
+            row |= divergence(folder, of, texts)
+            row |= pass_at_1(_completions(folder, of, asked, settings), asked)
         frontier.append({"name": name, **row})
         step(f"{name}: pass@1 {row['pass_at_1']:.1%}, KL {row['kl']:.4f}")
     ratio, state = None, None
     if settings.store:
-        ratio, state = _with_store(folder, frontier[0]["tokens_per_s"], settings)
+        ratio, state = _with_store(folder, settings)
         step(f"store: {ratio:.2f} of vLLM's speed")
     return {
         "frontier": frontier,
@@ -161,78 +163,42 @@ def table(result: Mapping[str, Any]) -> str:
     return f"{text}\n\nA neuron store with default settings: {ratio} of vLLM's speed ({state})."
 
 
-# Formats --------------------------------------------------------------------------------
-
-
-def _format(
-    name: str, folder: Path, scratch: Path, settings: Settings
-) -> tuple[Path, dict[str, Any]]:
-    """Return a folder with the format's weights in 16 bit, and its bytes and speed."""
-    if name in _LLAMA:
-        return _of_llama_cpp(name, folder, scratch, settings)
-    served = folder
-    if name == "W4A16":
-        served, expanded = scratch / "packed", scratch / "expanded"
-        for made in (served, expanded):
-            made.mkdir()
-        quantized_model_dir(folder, "compressed_int4", served)
-        _write_rounded(folder, expanded)
-    found = _in_a_process({"model": str(served), "rounds": settings.rounds}, settings)
-    row = {
-        "near_bytes": sum(file.stat().st_size for file in served.glob("*.safetensors")),
-        "tokens_per_s": max(found["tokens_per_s"]),
-    }
-    return expanded if name == "W4A16" else folder, row
-
-
-def _of_llama_cpp(
-    name: str, folder: Path, scratch: Path, settings: Settings
-) -> tuple[Path, dict[str, Any]]:
-    python = settings.peers_python or sys.executable
-    if lacking := llama_formats.missing(python):
-        raise MeasurementError(f"{name} needs llama.cpp: {lacking}")
-    work = folder / "llama.cpp"
-    work.mkdir(exist_ok=True)
-    file = llama_formats.quantised(python, folder, work, name, settings.threads)
-    load = (settings.prompt_tokens, settings.new_tokens, settings.threads)
-    rates = [llama_formats.decode_rate(python, file, *load) for _ in range(settings.rounds)]
-    expanded = scratch / "expanded"
-    expanded.mkdir()
-    convert_gguf(file, expanded, like=folder)
-    return expanded, {"near_bytes": file.stat().st_size, "tokens_per_s": max(rates)}
-
-
-def _write_rounded(folder: Path, out: Path) -> None:
-    """Write the model with the layers' matrices rounded as the W4A16 checkpoint's are."""
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            is_linear = ".layers." in name and tensor.ndim == 2 and name.endswith(".weight")
-            rounded = dequantise(quantise(tensor, _GROUP, symmetric=True)) if is_linear else tensor
-            tensors[name] = rounded.to(tensor.dtype).contiguous()
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    for file in [folder / "config.json", *folder.glob("*token*"), *folder.glob("generation*")]:
-        (out / file.name).write_bytes(file.read_bytes())
+def _speed(of: Prepared, settings: Settings) -> float | None:
+    """Return one request's decode steps a second, best of the rounds; None if no engine has it."""
+    if of.gguf is not None:
+        python = settings.peers_python or sys.executable
+        load = (settings.prompt_tokens, settings.new_tokens, settings.threads)
+        rates = [llama_formats.decode_rate(python, of.gguf, *load) for _ in range(settings.rounds)]
+        return max(rates)
+    if of.served is None:
+        return None
+    job = {"model": str(of.served), "rounds": settings.rounds, "tiered": of.tiered}
+    return float(max(_in_a_process(job, settings)["tokens_per_s"]))
 
 
 # Quality --------------------------------------------------------------------------------
 
 
-def divergence(original: Path, other: Path, texts: Sequence[Text]) -> dict[str, float]:
-    """Return perplexity of the other model, and its divergence from the original by token."""
+def divergence(original: Path, of: Prepared, texts: Sequence[Text]) -> dict[str, float]:
+    """Return perplexity of a format, and its divergence from the original by token."""
     apart, surprise = [], []
-    with _loaded(original) as first, _loaded(other) as second, torch.inference_mode():
+    with _loaded(original) as first, _loaded(of.expanded) as second, torch.inference_mode():
+        if of.nested:
+            for layer, ffn in zip(
+                second.model.layers, nested_ffns(original, of.nested, torch.bfloat16), strict=True
+            ):
+                replace_ffn(layer, ffn)
         for text in texts:
             ids = torch.tensor([text.token_ids])
             expected = first(ids).logits[0, :-1].float().log_softmax(-1)
             found = second(ids).logits[0, :-1].float().log_softmax(-1)
             apart.append((expected.exp() * (expected - found)).sum(-1))
             surprise.append(-found.gather(1, ids[0, 1:, None])[:, 0])
-    of = torch.cat(apart)
+    by_token = torch.cat(apart)
     return {
         "perplexity": math.exp(torch.cat(surprise).mean().item()),
-        "kl": of.mean().item(),
-        "kl_error": (of.std() / math.sqrt(len(of))).item(),
+        "kl": by_token.mean().item(),
+        "kl_error": (by_token.std() / math.sqrt(len(by_token))).item(),
     }
 
 
@@ -255,8 +221,14 @@ def pass_at_1(completions: Sequence[str], asked: Sequence[Problem]) -> dict[str,
     }
 
 
-def _completions(folder: Path, asked: Sequence[Problem], settings: Settings) -> list[str]:
-    job = {"model": str(folder), "prompts": [problem.prompt for problem in asked]}
+def _completions(
+    original: Path, of: Prepared, asked: Sequence[Problem], settings: Settings
+) -> list[str]:
+    job: dict[str, Any] = {
+        "model": str(of.expanded),
+        "prompts": [problem.prompt for problem in asked],
+        "nested": {"of": str(original), "share": of.nested} if of.nested else None,
+    }
     completions: list[str] = _in_a_process(job, settings)["completions"]
     return completions
 
@@ -264,13 +236,13 @@ def _completions(folder: Path, asked: Sequence[Problem], settings: Settings) -> 
 # Engines --------------------------------------------------------------------------------
 
 
-def _with_store(folder: Path, rate: float, settings: Settings) -> tuple[float, str]:
-    """Return the speed of a neuron store with default settings over vLLM's, and its state."""
+def _with_store(folder: Path, settings: Settings) -> tuple[float, str]:
+    """Return the speed of a neuron store with default settings over vLLM's, and what it did."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         store = Path(scratch) / "store"
-        prepare = [sys.executable, "-m", "vllm_tiered.cli.main", "prepare", str(folder)]
+        prepare_store = [sys.executable, "-m", "vllm_tiered.cli.main", "prepare", str(folder)]
         done = subprocess.run(
-            [*prepare, "--out", str(store)],
+            [*prepare_store, "--out", str(store)],
             cwd=REPO_ROOT,
             capture_output=True,
             text=True,
@@ -279,16 +251,22 @@ def _with_store(folder: Path, rate: float, settings: Settings) -> tuple[float, s
         )
         if done.returncode:
             raise MeasurementError(f"prepare failed:\n{done.stderr[-4000:]}")
-        job = {"model": str(folder), "rounds": settings.rounds, "ffn": {"store": str(store)}}
-        found = _in_a_process(job, settings)
-    return max(found["tokens_per_s"]) / rate, str(found["ffn"])
+        os.sync()  # or the system's writes of the store compete with the engines
+        plain = {"model": str(folder), "rounds": settings.rounds}
+        stored = {**plain, "tiered": {"ffn": {"store": str(store)}}}
+        ratios = []
+        for _ in range(_STORE_ROUNDS):
+            alone, ours = (_in_a_process(job, settings) for job in (plain, stored))
+            ratios.append(max(ours["tokens_per_s"]) / max(alone["tokens_per_s"]))
+    return statistics.median(ratios), str(ours["ffn"])
 
 
 def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     asked = {
         "rounds": 0,
         "prompts": [],
-        "ffn": {},
+        "tiered": {},
+        "nested": None,
         "max_tokens": settings.max_tokens,
         "batch": settings.batch,
         "prompt": prompt_ids(settings.prompt_tokens),
@@ -304,7 +282,7 @@ def _serve() -> None:
     """Read a job, write completions and decode rates (in the engine's own process)."""
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter.telemetry import manifest
+    from vllm_tiered.adapter.connector_name import ASIDE_KEY
 
     job = given()
     llm = LLM(
@@ -315,16 +293,25 @@ def _serve() -> None:
         max_num_seqs=job["batch"],
         kv_cache_memory_bytes=1 << 30,
         seed=0,
-        additional_config={"tiered": {"kv": {"enabled": False}, "ffn": job["ffn"]}},
+        additional_config={"tiered": {"kv": {"enabled": False}, **job["tiered"]}},
     )
+    if job["nested"]:
+        ffns = nested_ffns(Path(job["nested"]["of"]), job["nested"]["share"], torch.bfloat16)
+        llm.apply_model(partial(_replace_ffns, ffns=ffns))
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop=list(STOPS))
     outputs = llm.generate(job["prompts"], sampling, use_tqdm=False) if job["prompts"] else []
+    aside = llm.llm_engine.vllm_config.additional_config.get(ASIDE_KEY, {})
     found = {
         "completions": [output.outputs[0].text for output in outputs],
         "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
-        "ffn": (manifest.current() or {}).get("ffn", {}).get("state", "not in the manifest"),
+        "ffn": "stepped aside" if "ffn" in aside else "sparse FFN",
     }
     answer(found)
+
+
+def _replace_ffns(model: Any, ffns: Iterable[nn.Module]) -> None:
+    for layer, ffn in zip(model.model.layers, ffns, strict=True):
+        replace_ffn(layer, ffn)
 
 
 if __name__ == "__main__":
