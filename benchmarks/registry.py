@@ -173,6 +173,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.relufied",
         ),
         Benchmark(
+            name="ffn_relufied_io",
+            summary="a token's reads by technique, with a trained ReLU model's activity",
+            module="benchmarks.suites.ffn.relufied_io",
+        ),
+        Benchmark(
             name="ffn_trained",
             summary="a trained SwiGLU model: memory, speed, divergence and HumanEval by format",
             module="benchmarks.suites.ffn.trained",

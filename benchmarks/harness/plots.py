@@ -211,6 +211,30 @@ def _resident_memory(axes: Axes, result: Result) -> None:
     axes.set_ylim(bottom=0)
 
 
+def _frontier(key: str, label: str) -> Callable[[Axes, Result], None]:
+    """Return a plot of a figure and its standard error over the weights' bytes, by format."""
+
+    def plot(axes: Axes, result: Result) -> None:
+        for row in result["frontier"]:
+            mib = row["near_bytes"] / 2**20
+            error = row["kl_error" if key == "kl" else "pass_error"]
+            axes.errorbar(mib, row[key], yerr=error, fmt="o", capsize=2)
+            rate = row["tokens_per_s"]
+            speed = "no engine" if rate is None else f"{rate:.1f} tokens/s"
+            axes.annotate(
+                f"{row['name']}\n{speed}",
+                (mib, row[key]),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+        axes.set_xlabel("weights in near memory (MiB)")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+
+    return plot
+
+
 PLOTS: Mapping[str, Mapping[str, Callable[[Axes, Result], None]]] = {
     "kv_swap": {"expansion": _expansion_curves, "memory": _memory_curves},
     "kv_rate": {
@@ -225,6 +249,10 @@ PLOTS: Mapping[str, Mapping[str, Callable[[Axes, Result], None]]] = {
     "kv_adaptive": {"fraction": _adaptive_bars},
     "kv_storage": {"throughput": _storage_bars},
     "kv_soak": {"memory": _resident_memory},
+    "ffn_trained": {
+        "divergence": _frontier("kl", "KL divergence from 16 bit"),
+        "pass-at-1": _frontier("pass_at_1", "HumanEval, pass@1"),
+    },
     "helm_paper": HELM_PAPER,
     "weights_placement": WEIGHTS_PLACEMENT,
 }

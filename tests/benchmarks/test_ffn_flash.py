@@ -21,7 +21,7 @@ from benchmarks.inputs.synthetic_sparsity.store import (
 from benchmarks.suites.ffn import flash as ffn_flash
 from benchmarks.suites.ffn.flash import PROFILES
 from benchmarks.suites.ffn.flash_files import Place, matrices, read_whole
-from benchmarks.suites.ffn.flash_replay import Apart, Bundled, Whole, capacity_for, tokens_of
+from benchmarks.suites.ffn.flash_replay import Apart, Bundled, Whole, capacities_for, tokens_of
 from benchmarks.suites.ffn.flash_summary import (
     BUNDLING,
     HALF,
@@ -73,7 +73,7 @@ def as_bytes(tensor):
 
 
 def test_a_token_loads_its_rows_and_columns(model, folder, layers, tokens):
-    technique = Apart(matrices(model, folder), capacity_for(tokens, WINDOW), WINDOW)
+    technique = Apart(matrices(model, folder), capacities_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)
     for layer_idx, layer in enumerate(layers):
@@ -86,7 +86,7 @@ def test_a_token_loads_its_rows_and_columns(model, folder, layers, tokens):
 
 
 def test_a_token_loads_its_bundles(store, layers, tokens):
-    technique = Bundled(store, capacity_for(tokens, WINDOW), WINDOW)
+    technique = Bundled(store, capacities_for(tokens, WINDOW), WINDOW)
     for token in tokens:
         technique.token(token)
     for layer_idx, layer in enumerate(layers):
@@ -99,12 +99,12 @@ def test_a_token_loads_its_bundles(store, layers, tokens):
 
 def test_a_window_reads_nothing_twice(model, folder, store, tokens):
     files = matrices(model, folder)
-    capacity = capacity_for(tokens, WINDOW)
-    forgets = Apart(files, capacity, 0)
+    capacities = capacities_for(tokens, WINDOW)
+    forgets = Apart(files, capacities, 0)
     first, again = (forgets.token(tokens[0]) for _ in range(2))
     assert first.num_bytes == again.num_bytes > 0
     forgets.close()
-    for keeps in (Apart(files, capacity, WINDOW), Bundled(store, capacity, WINDOW)):
+    for keeps in (Apart(files, capacities, WINDOW), Bundled(store, capacities, WINDOW)):
         first, again = (keeps.token(tokens[0]) for _ in range(2))
         assert first.num_bytes > 0 == again.num_bytes
 
@@ -137,15 +137,17 @@ def test_files_read_in_many_calls_are_closed(tmp_path):
     assert os.path.realpath(path) not in open_files
 
 
-def test_capacity_holds_any_window(tokens):
-    capacity = capacity_for(tokens, WINDOW)
+def test_capacities_hold_any_window(tokens):
     sizes = [
-        len(set().union(*(set(token[layer]) for token in tokens[end - WINDOW : end])))
-        for end in range(WINDOW, len(tokens) + 1)
+        [
+            len(set().union(*(set(token[layer]) for token in tokens[end - WINDOW : end])))
+            for end in range(WINDOW, len(tokens) + 1)
+        ]
         for layer in range(SIZES.num_layers)
     ]
-    assert capacity == max(sizes)
-    assert capacity_for(tokens, 1) == max(len(neurons) for token in tokens for neurons in token)
+    assert capacities_for(tokens, WINDOW) == [max(of_layer) for of_layer in sizes]
+    alone = [max(len(ids) for ids in of_layer) for of_layer in zip(*tokens, strict=True)]
+    assert capacities_for(tokens, 1) == alone
 
 
 def test_the_store_has_the_synthetic_predictors(store, model):

@@ -33,6 +33,7 @@ BUDGET: dict[str, Any] = {
 }
 LOAD = {"vllm": system(100.0), "2": system(150.0), "auto": system(152.0)}
 CASE = {"sweep": {"1": 100.0, "2": 180.0}, "fraction_of_best_fixed": 0.97}
+QUALITY = {"kl": 0.01, "kl_error": 0.001, "pass_at_1": 0.5, "pass_error": 0.04}
 RESULTS: dict[str, dict[str, Any]] = {
     "kv_swap": {"by_budget": {"0.25": BUDGET, "0.5": {**BUDGET, "near_bytes": 64 << 20}}},
     "kv_storage": {"by_budget": {"0.25": BUDGET, "0.5": BUDGET}},
@@ -43,6 +44,12 @@ RESULTS: dict[str, dict[str, Any]] = {
         }
     },
     "kv_adaptive": {"by_workload": {"sharegpt": {"by_budget": {"0.25": CASE, "0.5": CASE}}}},
+    "ffn_trained": {
+        "frontier": [
+            {"name": name, "near_bytes": size << 20, "tokens_per_s": speed, **QUALITY}
+            for name, size, speed in (("16bit", 3000, 20.0), ("nested 5%", 1200, None))
+        ]
+    },
     "kv_soak": {"rss_mib": [[1.0, 900.0], [2.0, 905.0]]},
     "helm_paper": helm_paper.run(helm_paper.Settings(), lambda _: None),
     "weights_placement": {

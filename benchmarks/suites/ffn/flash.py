@@ -35,7 +35,7 @@ from benchmarks.suites.ffn.flash_replay import (
     Technique,
     Token,
     Whole,
-    capacity_for,
+    capacities_for,
     tokens_of,
 )
 from benchmarks.suites.ffn.flash_summary import (
@@ -207,11 +207,11 @@ def _technique(
     if name == HALF:
         return Whole(files, resident_bytes)
     if name == PREDICTOR:
-        return Apart(files, capacity_for(tokens, 1), 0)
-    capacity = capacity_for(tokens, settings.window)
+        return Apart(files, capacities_for(tokens, 1), 0)
+    capacities = capacities_for(tokens, settings.window)
     if name == WINDOWING:
-        return Apart(files, capacity, settings.window)
-    return Bundled(store, capacity, settings.window)
+        return Apart(files, capacities, settings.window)
+    return Bundled(store, capacities, settings.window)
 
 
 def _replay(technique: Technique, settings: Settings, tokens: Sequence[Token]) -> dict[str, float]:

@@ -11,7 +11,6 @@ N neurons, H hidden size; a row and a column have 2 H bytes.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.synthetic_sparsity.store import ffn_tensors
 from vllm_tiered.ffn.layout import BLOCK_BYTES
 from vllm_tiered.storage.checksums import checksum
+from vllm_tiered.storage.direct_file import Bytes, aligned_bytes
 from vllm_tiered.storage.scatter_plan import Section
 
 _NAME = "matrices.bin"
@@ -98,14 +98,14 @@ def read_whole(places: Sequence[Place], num_bytes: int) -> float:
     calls = list(_calls(places, num_bytes))
     paths = {path for path, _, _ in calls}
     descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths}
-    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    buffers: SimpleQueue[Bytes] = SimpleQueue()
     for _ in range(_NUM_READERS):
-        buffers.put(mmap.mmap(-1, _CALL_BYTES))
+        buffers.put(aligned_bytes(_CALL_BYTES))  # in huge pages, as the engine's
 
     def read(call: tuple[str, int, int]) -> None:
         path, offset, length = call
         buffer = buffers.get()
-        done = os.preadv(descriptors[path], [memoryview(buffer)[:length]], offset)
+        done = os.preadv(descriptors[path], [buffer[:length].data], offset)
         buffers.put(buffer)
         # A file's last block may be shorter.
         if done < length - BLOCK_BYTES:

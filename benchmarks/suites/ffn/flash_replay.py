@@ -25,6 +25,8 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.suites.ffn.flash_files import Matrices, read_whole
+from benchmarks.suites.ffn.flash_random import Bundles
+from vllm_tiered.ffn.cache.atu import AdjacentTokenCache
 from vllm_tiered.ffn.cache.base import Ids, NeuronCache, Plan
 from vllm_tiered.ffn.cache.window import WindowCache
 from vllm_tiered.ffn.layout import Precision, bundle_stride
@@ -44,11 +46,13 @@ class TokenCost:
         read_seconds: time that compute would have waited for reads.
         cache_seconds: time to update the cache index and move slots.
         num_bytes: bytes read from the disk.
+        num_reads: scattered requests; 0 if everything is read in large ones.
     """
 
     read_seconds: float
     cache_seconds: float
     num_bytes: int
+    num_reads: int = 0
 
 
 class Technique(ABC):
@@ -85,11 +89,11 @@ class Apart(Technique):
         caches: by layer; empty if nothing is kept.
 
     Args:
-        capacity: neurons of a layer that memory holds.
+        capacities: neurons of each layer that memory holds.
         window: tokens whose neurons stay; at 0 nothing is kept and all layers share one buffer.
     """
 
-    def __init__(self, files: Matrices, capacity: int, window: int) -> None:
+    def __init__(self, files: Matrices, capacities: Sequence[int], window: int) -> None:
         self._sections = [files.sections(layer) for layer in range(len(files.rows))]
         paths = {place.path for place in (*files.rows, *files.columns)}
         self._files = {
@@ -102,21 +106,21 @@ class Apart(Technique):
             (self._files[row.path], self._files[column.path])
             for row, column in zip(files.rows, files.columns, strict=True)
         ]
-        num_layers, num_neurons = len(files.rows), files.rows[0].num_rows
+        num_neurons = files.rows[0].num_rows
         stride = files.rows[0].stride
-        num_buffers = num_layers if window else 1
+        held = capacities if window else [max(capacities)]
         self.buffers = [
             [aligned_pages(capacity, stride, torch.device("cpu")) for _ in range(2)]
-            for _ in range(num_buffers)
+            for capacity in held
         ]
         self.caches: list[NeuronCache] = []
         if window:
-            self.caches = [WindowCache(capacity, num_neurons, window) for _ in range(num_layers)]
-        self.dram_bytes = num_buffers * capacity * 2 * stride
+            self.caches = [WindowCache(capacity, num_neurons, window) for capacity in capacities]
+        self.dram_bytes = sum(held) * 2 * stride
 
     def token(self, wanted: Token) -> TokenCost:
         read_seconds = cache_seconds = 0.0
-        before = sum(file.stats.num_bytes for file in self._files.values())
+        before = self._use()
         for layer, neurons in enumerate(wanted):
             begin = time.perf_counter()
             buffers = self.buffers[layer if self.caches else 0]
@@ -138,10 +142,17 @@ class Apart(Technique):
                 read.wait()
             cache_seconds += planned - begin
             read_seconds += time.perf_counter() - planned
-        num_bytes = sum(file.stats.num_bytes for file in self._files.values()) - before
+        num_bytes, num_reads = (now - then for now, then in zip(self._use(), before, strict=True))
         return TokenCost(
-            read_seconds=read_seconds, cache_seconds=cache_seconds, num_bytes=num_bytes
+            read_seconds=read_seconds,
+            cache_seconds=cache_seconds,
+            num_bytes=num_bytes,
+            num_reads=num_reads,
         )
+
+    def _use(self) -> tuple[int, int]:
+        stats = [file.stats for file in self._files.values()]
+        return sum(one.num_bytes for one in stats), sum(one.num_reads for one in stats)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -151,26 +162,31 @@ class Apart(Technique):
 class Bundled(Technique):
     """Technique that reads row and column at once from a neuron store.
 
-    The last tokens' neurons stay.
+    The neurons of the last `window` tokens stay; at 0, those of the last token alone (`atu`).
 
     Attributes:
         buffers, caches: cache buffer and cache index of each layer.
     """
 
-    def __init__(self, store: NeuronStore, capacity: int, window: int) -> None:
+    def __init__(
+        self, store: NeuronStore | Bundles, capacities: Sequence[int], window: int
+    ) -> None:
         self._store = store
         shape = store.shape
         stride = bundle_stride(shape, Precision.FULL)
         cpu = torch.device("cpu")
-        self.buffers = [aligned_pages(capacity, stride, cpu) for _ in range(shape.num_layers)]
-        self.caches = [
-            WindowCache(capacity, shape.neurons, window) for _ in range(shape.num_layers)
+        self.buffers = [aligned_pages(capacity, stride, cpu) for capacity in capacities]
+        self.caches: list[NeuronCache] = [
+            WindowCache(capacity, shape.neurons, window)
+            if window
+            else AdjacentTokenCache(capacity, shape.neurons)
+            for capacity in capacities
         ]
-        self.dram_bytes = shape.num_layers * capacity * stride
+        self.dram_bytes = sum(capacities) * stride
 
     def token(self, wanted: Token) -> TokenCost:
         read_seconds = cache_seconds = 0.0
-        before = self._store.num_bytes_read
+        num_bytes, num_reads = self._store.num_bytes_read, self._store.num_reads
         for layer, neurons in enumerate(wanted):
             begin = time.perf_counter()
             buffer = self.buffers[layer]
@@ -184,17 +200,23 @@ class Bundled(Technique):
         return TokenCost(
             read_seconds=read_seconds,
             cache_seconds=cache_seconds,
-            num_bytes=self._store.num_bytes_read - before,
+            num_bytes=self._store.num_bytes_read - num_bytes,
+            num_reads=self._store.num_reads - num_reads,
         )
 
 
-def capacity_for(tokens: Sequence[Token], window: int) -> int:
-    """Return the cache slots that hold any layer's neurons of any `window` consecutive tokens."""
-    most = 0
+def capacities_for(tokens: Sequence[Token], window: int) -> list[int]:
+    """Return the cache slots that hold a layer's neurons of any `window` consecutive tokens.
+
+    They differ by layer, as the layers' activity does.
+    """
+    most = [1] * len(tokens[0])
     for end in range(1, len(tokens) + 1):
-        for of_layer in zip(*tokens[max(0, end - max(1, window)) : end], strict=True):
-            most = max(most, len(np.unique(np.concatenate(of_layer))))
-    return max(1, most)
+        for layer, wanted in enumerate(
+            zip(*tokens[max(0, end - max(1, window)) : end], strict=True)
+        ):
+            most[layer] = max(most[layer], len(np.unique(np.concatenate(wanted))))
+    return most
 
 
 def tokens_of(masks_LTN: Sequence[npt.NDArray[np.bool_]]) -> list[Token]:

@@ -50,6 +50,7 @@ def mean_cost(costs: Sequence[TokenCost]) -> dict[str, float]:
         "read_seconds": statistics.fmean(cost.read_seconds for cost in costs),
         "cache_seconds": statistics.fmean(cost.cache_seconds for cost in costs),
         "num_bytes": statistics.fmean(cost.num_bytes for cost in costs),
+        "num_reads": statistics.fmean(cost.num_reads for cost in costs),
     }
 
 
