@@ -148,19 +148,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.mixed",
         ),
         Benchmark(
-            name="ffn_swiglu",
-            summary="mixed neurons of the demo model (SwiGLU): speed over streaming, perplexity",
-            module="benchmarks.suites.ffn.swiglu",
-        ),
-        Benchmark(
             name="ffn_batch",
             summary="where the sparse FFN stops paying as the batch grows: synthetic sparsity",
             module="benchmarks.suites.ffn.batch",
-        ),
-        Benchmark(
-            name="ffn_quality",
-            summary="perplexity with neurons in 16, 8 and 4 bit, by mix and by what ranks them",
-            module="benchmarks.suites.ffn.quality",
         ),
         Benchmark(
             name="ffn_nested",

@@ -31,7 +31,6 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=int, required=True)
     parser.add_argument("--prompt-tokens", type=int, default=12)
     parser.add_argument("--prompt-step", type=int, default=0)
-    parser.add_argument("--prompt", type=json.loads, help="token ids, of one request")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--trace", type=Path, help="file for the experts of each step")
@@ -73,7 +72,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = llm.llm_engine
     for index in range(args.batch):
-        ids = args.prompt or _prompt(args.prompt_tokens + index * args.prompt_step, llm)
+        ids = _prompt(args.prompt_tokens + index * args.prompt_step, llm)
         engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
     worker_hooks.drain_metrics()
     begin = time.perf_counter()

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.relufied_model import Relufying, relufied_model_dir
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights
 from vllm_tiered.ffn.prepare.record import record, recorded_inputs
 from vllm_tiered.ffn.prepare.texts import calibration_texts
@@ -54,8 +55,13 @@ def relufied_activity(
     *,
     training_steps: int = 600,
     ordering_tokens: int = 2000,
+    is_predicted: bool = False,
 ) -> Activity:
-    """Return the activity of so many tokens at a size; see the module's docstring."""
+    """Return the activity of so many tokens at a size; see the module's docstring.
+
+    Args:
+        is_predicted: as the gate in 4 bit names neurons, instead of those whose gate exceeds 0.
+    """
     folder, tokenizer_dir = relufied_model_dir(Relufying(steps=training_steps)), demo_model_dir()
     model = LayerwiseModel(folder)
     width = model.config.intermediate_size
@@ -67,7 +73,10 @@ def relufied_activity(
     places: list[npt.NDArray[np.int64]] = []
     with TemporaryDirectory() as scratch:
         record(model, [*texts, *others], Path(scratch))
-        by_layer = [_masks(model, Path(scratch), layer) for layer in range(model.num_layers)]
+        by_layer = [
+            _masks(model, Path(scratch), layer, is_predicted=is_predicted)
+            for layer in range(model.num_layers)
+        ]
     for index in range(num_layers):
         masks_TN = by_layer[index % model.num_layers]
         first = index // model.num_layers * copies
@@ -116,10 +125,14 @@ def _texts(
     return [text.token_ids for text in texts], starts
 
 
-def _masks(model: LayerwiseModel, folder: Path, layer: int) -> Masks:
+def _masks(model: LayerwiseModel, folder: Path, layer: int, *, is_predicted: bool) -> Masks:
     """Return whether each neuron's gate exceeds 0, bool [T, N] over all texts."""
     x_TH, _ = recorded_inputs(folder, layer)
     with model.layer(layer) as module:
         gate_NH = ffn_weights(module, model.activation).rows_NMH[:, 0].float()
+    if is_predicted:
+        gate = Gate.of(gate_NH)
+        is_named: torch.Tensor = gate.scores(x_TH.float()) >= gate.threshold
+        return is_named.numpy()
     is_active: torch.Tensor = x_TH.float() @ gate_NH.T > 0
     return is_active.numpy()

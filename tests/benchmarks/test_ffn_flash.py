@@ -151,7 +151,7 @@ def test_capacities_hold_any_window(tokens):
 
 
 def test_the_store_has_the_synthetic_predictors(store, model):
-    from vllm_tiered.ffn.open import active_share, load_predictors, searched_mix
+    from vllm_tiered.ffn.open import active_shares, load_predictors, searched_mix
 
     predictors = load_predictors(store)
     x_BH = torch.randn(3, SIZES.hidden_size).bfloat16()
@@ -160,7 +160,8 @@ def test_the_store_has_the_synthetic_predictors(store, model):
         assert loaded.threshold == synthetic.threshold == -0.1
     assert searched_mix(store).shares == (1.0, 0.0, 0.0)
     share = predicted_share(SYNTHETIC_SHAPES["opt-tiny"].sparsity)
-    assert active_share(store, predictors) == share == pytest.approx(0.037, abs=0.001)
+    assert active_shares(store) == [share] * SIZES.num_layers
+    assert share == pytest.approx(0.037, abs=0.001)
     assert store.precisions == (Precision.FULL,)
 
 

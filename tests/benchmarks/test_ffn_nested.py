@@ -72,7 +72,7 @@ def test_the_best_neurons_of_each_token_are_promoted(layer):
 
 
 def test_rows_and_their_bits(tmp_path, monkeypatch):
-    tiny_model("llama", tmp_path)
+    tiny_model("llama", tmp_path, hidden_act="silu")
     monkeypatch.setattr(nested, "demo_model_dir", lambda: tmp_path)
 
     def texts(folder, num_tokens, *, tokens_per_text, skip=0):

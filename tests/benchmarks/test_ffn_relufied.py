@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReLU model's benchmark: its curve, predictor and reads, on a tiny model."""
+"""The ReLU model's benchmark: its curve, predictors, mixes and reads, on a tiny model."""
 
 import json
 
@@ -38,6 +38,7 @@ def models(tmp_path, monkeypatch):
     monkeypatch.setattr(relufied, "demo_model_dir", lambda: folders["silu"])
     monkeypatch.setattr(relufied, "relufied_model_dir", lambda _: folders["relu"])
     monkeypatch.setattr(relufied, "calibration_texts", texts)
+    monkeypatch.setattr(relufied, "GROUP", 16)
     return folders
 
 
@@ -52,8 +53,16 @@ def test_curve_predictor_and_reads(models):
     assert reads["active"] == pytest.approx(shares[0], rel=0.1)
     assert reads["active"] > reads["atu"] > reads["window"] > 0
     assert reads["window_holds"] > reads["active"]
-    predictor = result["predictor"]
-    assert 0.8 < predictor["recall"] <= 1 and predictor["predicted_share"] > 0
+    gate, low_rank = result["predictors"]["gate"], result["predictors"]["low_rank"]
+    assert 0.8 < low_rank["recall"] <= 1 and low_rank["predicted_share"] > 0
+    assert gate["energy"] > 0.99 and gate["precision"] > 0.9
+    # 4 bits a weight of one of three matrices, and scales of 2 bytes for rows of 32 and for none.
+    assert gate["bytes"] == pytest.approx((16 + 4) / (3 * 32 * 2))
+    in_16_bit = gate["perplexity_ratio"] / result["perplexity_ratio"]
+    assert in_16_bit == pytest.approx(1, abs=0.01)
+    assert [of["bits"] for of in result["mixes"]] == pytest.approx(
+        [gate["predicted_share"] * bits for bits in (8, 10, 8, 6, 4)], rel=0.1
+    )
     assert result["training"]["tokens"] == 16 and "of all" in table(result)
 
 

@@ -18,7 +18,7 @@ SMALL = Relufying(steps=40, batch=2, tokens=24, learning_rate=3e-3, penalty_step
 @pytest.fixture
 def original(tmp_path, monkeypatch):
     folder = tmp_path / "original"
-    tiny_model("llama", folder)
+    tiny_model("llama", folder, hidden_act="silu")
     generator = torch.Generator().manual_seed(3)
     shape = (SMALL.steps * SMALL.batch, SMALL.tokens)
     pieces = torch.randint(VOCABULARY, shape, generator=generator)

@@ -4,6 +4,7 @@
 import contextlib
 import gc
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from benchmarks.harness.cache import publish_dir
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.shapes import random_model_dir
 from vllm_tiered.adapter.telemetry import manifest
@@ -32,15 +34,36 @@ AVX512 = pytest.mark.skipif(
     reason="vLLM's build for this processor has no kernels for this",
 )
 
+RELU = "-relu"
+
 PATHS: dict[str, str] = {}
 """Folders of models that a test made itself, by name."""
 
 
 def model_path(model: str) -> str:
-    """Return the folder of ``demo``, of a shape of ``inputs.shapes`` or of a name in ``PATHS``."""
+    """Return the folder of ``demo``, of a shape of ``inputs.shapes`` or of a name in ``PATHS``.
+
+    With ``-relu`` behind its name, a gated model has a ReLU in place of SiLU.
+    """
     if model in PATHS:
         return PATHS[model]
-    return str(demo_model_dir() if model == "demo" else random_model_dir(model))
+    body = model.removesuffix(RELU)
+    folder = demo_model_dir() if body == "demo" else random_model_dir(body)
+    return str(folder if body == model else _with_relu(folder))
+
+
+def _with_relu(folder: Path) -> Path:
+    """Return a folder beside a model's with its weights and with a ReLU."""
+    target = folder.with_name(folder.name + RELU)
+    if not target.is_dir():
+        with publish_dir(target) as staging:
+            for path in folder.iterdir():
+                if path.name != "config.json":
+                    (staging / path.name).symlink_to(path.resolve())
+            config = json.loads((folder / "config.json").read_text())
+            changed = json.dumps(config | {"hidden_act": "relu"})
+            (staging / "config.json").write_text(changed)
+    return target
 
 
 def prepared(model: Path, folder: Path) -> NeuronStore:
@@ -207,7 +230,9 @@ def run(
 
 @cache
 def _vllm_tokens(model: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int) -> Tokens:
-    return run(model, [list(prompt) for prompt in prompts], max_tokens=max_tokens).tokens
+    # vLLM's classes refuse a ReLU in a gated FFN without the plugin.
+    tiered = {"enabled": False} if model.endswith(RELU) else None
+    return run(model, [list(prompt) for prompt in prompts], tiered, max_tokens=max_tokens).tokens
 
 
 def vllm_tokens(model: str, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Tokens:

@@ -3,6 +3,7 @@
 
 import gc
 import itertools
+import math
 import shutil
 import threading
 import weakref
@@ -29,6 +30,7 @@ from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.store.format import NEURONS
 from vllm_tiered.ffn.store.reader import NeuronStore
@@ -36,7 +38,8 @@ from vllm_tiered.storage.scatter_plan import ScatterPlan
 
 PROMPTS = random_prompts(6, seed=5)
 KV_OFF = {"enabled": False}
-MODELS = ("opt", "qwen2", "qwen3", "llama1", "llama3", "mistral", "phi3", "falcon")
+GATED = ("qwen2", "qwen3", "llama1", "llama3", "mistral", "phi3")
+MODELS = ("opt", *(f"{name}-relu" for name in GATED))
 
 
 _FOLDER: list[Path] = []
@@ -58,6 +61,12 @@ def store_of(model: str) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def all_active(monkeypatch):
+    """No neuron is predicted to be inactive, so an error of the cache changes the tokens."""
+    monkeypatch.setattr(Gate, "threshold", -math.inf)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_neuron_streamed_gives_vllms_tokens(model) -> None:
     ffn = {"store": store_of(model), "exact": True, "far_gib": 0}
@@ -65,7 +74,7 @@ def test_every_neuron_streamed_gives_vllms_tokens(model) -> None:
     assert result.tokens == vllm_tokens(model, PROMPTS)
     stated = result.manifest["ffn"]
     assert stated["mix"] is None and stated["far_bytes"] == 0
-    assert stated["cache_rows"] == {"full": 0}
+    assert stated["cache_rows"] == {"full": [0] * stated["num_layers"]}
 
 
 @pytest.mark.parametrize("near_gib", [0.005, 0.2])
@@ -75,7 +84,7 @@ def test_some_near_some_far_some_stored(near_gib) -> None:
     assert result.tokens == vllm_tokens("opt", PROMPTS)
     stated = result.manifest["ffn"]
     assert stated["far_layers"] == 2 and stated["near_bytes"] <= near_gib * 2**30
-    assert 0 < stated["cache_rows"]["full"] <= stated["neurons"]
+    assert all(0 < rows <= stated["neurons"] for rows in stated["cache_rows"]["full"])
 
 
 @pytest.mark.parametrize("kv", [{"expansion": 1.33}, {}], ids=["fixed", "auto"])
@@ -98,29 +107,27 @@ def test_exact_with_prefix_caching_preemption_and_swapped_kv(kv) -> None:
 @pytest.mark.slow
 def test_a_real_model_with_a_kv_cache_that_follows_the_load() -> None:
     prompts = random_prompts(12, seed=3, longest=120)
-    ffn = {"store": store_of("demo"), "exact": True, "near_gib": 0.15}
-    result = run("demo", prompts, {}, ffn=ffn, max_tokens=16, kv_cache_memory_bytes=24 << 20)
-    assert result.tokens == vllm_tokens("demo", prompts, 16)
+    ffn = {"store": store_of("demo-relu"), "exact": True, "near_gib": 0.15}
+    result = run("demo-relu", prompts, {}, ffn=ffn, max_tokens=16, kv_cache_memory_bytes=24 << 20)
+    assert result.tokens == vllm_tokens("demo-relu", prompts, 16)
     assert result.manifest["kv"]["active"]
 
 
 def test_with_attention_weights_placed() -> None:
     """A layer's other matrices pass through weight buffers, its FFN through neuron cache slots."""
-    ffn = {"store": store_of("llama3"), "exact": True, "far_gib": 0}
-    result = run("llama3", PROMPTS, KV_OFF, ffn=ffn, weights={"placement": "all_far"})
-    assert result.tokens == vllm_tokens("llama3", PROMPTS)
+    ffn = {"store": store_of("llama3-relu"), "exact": True, "far_gib": 0}
+    result = run("llama3-relu", PROMPTS, KV_OFF, ffn=ffn, weights={"placement": "all_far"})
+    assert result.tokens == vllm_tokens("llama3-relu", PROMPTS)
     assert result.manifest["weights"]["far_bytes"] > 0
 
 
+@pytest.mark.usefixtures("all_active")
+@pytest.mark.parametrize("model", ["opt", "llama3-relu"])
 @pytest.mark.parametrize("policy", ["atu", "window", "none"])
-def test_every_neuron_through_the_cache(policy) -> None:
-    """The mix leaves nothing out at decode, so an error of the cache changes the tokens.
-
-    ReLU is not covered: any mix leaves out neurons that are predicted inactive.
-    """
-    ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "cache": policy, "far_gib": 0}
-    expected = vllm_tokens("llama3", PROMPTS)  # in its own engine, as two never coexist
-    with engine("llama3", {"expansion": 1.0}, ffn=ffn) as llm:
+def test_every_neuron_through_the_cache(policy, model) -> None:
+    ffn = {"store": store_of(model), "mix": [1, 0, 0], "cache": policy, "far_gib": 0}
+    expected = vllm_tokens(model, PROMPTS)  # in its own engine, as two never coexist
+    with engine(model, {"expansion": 1.0}, ffn=ffn) as llm:
         assert generate(llm, PROMPTS) == expected
         assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_misses") > 0
         assert (metric("tiered_ffn_hits") > 0) == (policy != "none")
@@ -133,14 +140,14 @@ def test_decode_steps_follow_the_mix(monkeypatch) -> None:
     """The ranking's quality is measured on the FFN's output, in unit/ffn/predictor."""
     # Such a small model is computed faster densely.
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
-    ffn = {"store": store_of("demo"), "mix": MIX, "far_gib": 0}
+    ffn = {"store": store_of("demo-relu"), "mix": MIX, "far_gib": 0}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
-    with engine("demo", {}, ffn=ffn) as llm:
+    with engine("demo-relu", {}, ffn=ffn) as llm:
         generate(llm, prompts, 24)
         assert metric("tiered_ffn_sparse_steps") == 30 * 23
         stated = (manifest.current() or {})["ffn"]
-        assert stated["predictor"] == "base4" and stated["mix"] == [0.25, 0.25, 0.5]
+        assert stated["predictor"] == "gate" and stated["mix"] == [0.25, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -148,11 +155,11 @@ def test_measured_times_decide_nothing_if_outputs_must_repeat(deterministic, mon
     """By default a layer is dense after some steps here, and the tokens are others."""
     answers = itertools.cycle([True, True, False])
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: next(answers))
-    ffn = {"store": store_of("llama3"), "mix": [0.25, 0.25, 0], "far_gib": 0}
+    ffn = {"store": store_of("llama3-relu"), "mix": [0.25, 0.25, 0], "far_gib": 0}
     dense = []
     for _ in range(2):
         options = ffn | {"deterministic": deterministic}
-        with engine("llama3", {"expansion": 1.0}, ffn=options) as llm:
+        with engine("llama3-relu", {"expansion": 1.0}, ffn=options) as llm:
             tokens = generate(llm, PROMPTS[:1])
             dense.append((tokens, metric("tiered_ffn_dense_steps")))
         next(answers)
@@ -162,16 +169,17 @@ def test_measured_times_decide_nothing_if_outputs_must_repeat(deterministic, mon
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    ffn = {"store": store_of("qwen2"), "exact": True, "far_gib": 0}
-    result = run("qwen2", PROMPTS, KV_OFF, ffn=ffn, enforce_eager=False)
-    assert result.tokens == vllm_tokens("qwen2", PROMPTS)
+    ffn = {"store": store_of("qwen2-relu"), "exact": True, "far_gib": 0}
+    result = run("qwen2-relu", PROMPTS, KV_OFF, ffn=ffn, enforce_eager=False)
+    assert result.tokens == vllm_tokens("qwen2-relu", PROMPTS)
 
 
 @pytest.mark.parametrize("kv", [KV_OFF, {}], ids=["weights", "kv"])
 def test_a_store_that_needs_more_than_the_dense_ffn_steps_aside(kv, caplog_vllm) -> None:
-    """By default; the other parts are not touched by it."""
-    result = run("llama3", PROMPTS, kv, ffn={"store": store_of("llama3"), "far_gib": 0})
-    assert result.tokens == vllm_tokens("llama3", PROMPTS)
+    """By default; the other parts are not touched by it. This store has no calibration."""
+    ffn = {"store": store_of("llama3-relu"), "far_gib": 0}
+    result = run("llama3-relu", PROMPTS, kv, ffn=ffn)
+    assert result.tokens == vllm_tokens("llama3-relu", PROMPTS)
     assert "ffn" not in result.manifest and ("kv" in result.manifest) == (kv != KV_OFF)
     assert caplog_vllm.text.count("tiered ffn: steps aside: the neurons need") == 1
 
@@ -303,7 +311,7 @@ def test_an_engine_without_neurons_in_the_same_process() -> None:
 def test_a_store_of_another_model_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match=r"fingerprint"),
-        engine("llama1", KV_OFF, ffn={"store": store_of("llama3"), "mix": MIX}),
+        engine("llama1-relu", KV_OFF, ffn={"store": store_of("llama3-relu"), "mix": MIX}),
     ):
         pass
 

@@ -6,6 +6,7 @@ are queued in the fake's streams, and run in random orders over poisoned memory,
 layer's output.
 """
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.fakes.deferred_gpu import DeferredGpu
 from tests.fakes.deferred_torch import DeferredTorch
 from vllm_tiered.adapter import worker_hooks
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.pipeline import prepare
 
 PROMPTS = random_prompts(3, seed=5, longest=40)
@@ -63,6 +65,12 @@ def deferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return defer_compute(monkeypatch, request.param)
 
 
+@pytest.fixture
+def all_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No neuron is predicted to be inactive, so an error of the cache changes the tokens."""
+    monkeypatch.setattr(Gate, "threshold", -math.inf)
+
+
 @without_a_gpu
 @pytest.mark.parametrize("near_gib", [0.01, "auto"])
 def test_every_neuron(deferred: DeferredTorch, near_gib: Any) -> None:
@@ -75,10 +83,11 @@ def test_every_neuron(deferred: DeferredTorch, near_gib: Any) -> None:
 
 
 @without_a_gpu
+@pytest.mark.usefixtures("all_active")
 def test_every_neuron_through_the_cache(deferred: DeferredTorch) -> None:
-    ffn = {"store": store_of("llama3"), "mix": [1, 0, 0], "far_gib": 0}
-    expected = vllm_tokens("llama3", PROMPTS, MAX_TOKENS)
-    with engine("llama3", KV_ON, ffn=ffn) as llm:
+    ffn = {"store": store_of("llama3-relu"), "mix": [1, 0, 0], "far_gib": 0}
+    expected = vllm_tokens("llama3-relu", PROMPTS, MAX_TOKENS)
+    with engine("llama3-relu", KV_ON, ffn=ffn) as llm:
         assert generate(llm, PROMPTS, MAX_TOKENS) == expected
         assert metric("tiered_ffn_sparse_steps") > 0 and metric("tiered_ffn_misses") > 0
         assert metric("tiered_ffn_hits") > 0
@@ -86,7 +95,8 @@ def test_every_neuron_through_the_cache(deferred: DeferredTorch) -> None:
 
 
 @without_a_gpu
-@pytest.mark.parametrize("model", ["opt", "llama3"])
+@pytest.mark.usefixtures("all_active")
+@pytest.mark.parametrize("model", ["opt", "llama3-relu"])
 def test_every_neuron_with_the_cache_index_on_the_gpu(
     deferred: DeferredTorch, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -102,7 +112,7 @@ def test_every_neuron_with_the_cache_index_on_the_gpu(
 
 @on_a_gpu
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("model", ["opt", "llama3"])
+@pytest.mark.parametrize("model", ["opt", "llama3-relu"])
 def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
     ffn = {"store": store_of(model), "exact": True, "near_gib": 0.01, "far_gib": 0.003}
     expected = vllm_tokens(model, PROMPTS)
@@ -113,7 +123,8 @@ def test_every_neuron_on_a_gpu(model: str, eager: bool) -> None:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("model", ["opt", "llama3"])
+@pytest.mark.usefixtures("all_active")
+@pytest.mark.parametrize("model", ["opt", "llama3-relu"])
 def test_every_neuron_by_the_gpus_cache_index(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Neurons are read from far memory during the matmul; float32 tokens are vLLM's."""
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
@@ -134,14 +145,14 @@ def test_a_mix_on_a_gpu(monkeypatch: pytest.MonkeyPatch, eager: bool, far_gib: f
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", lambda *args: False)
-    ffn = {"store": store_of("demo"), "mix": [0.25, 0.25, 0.5], "far_gib": far_gib}
+    ffn = {"store": store_of("demo-relu"), "mix": [0.25, 0.25, 0.5], "far_gib": far_gib}
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
     prompts = [tokenizer.encode("def fibonacci(n):\n")]
-    with engine("demo", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
+    with engine("demo-relu", KV_OFF, ffn=ffn, enforce_eager=eager) as llm:
         generate(llm, prompts, 24)
         runtime = worker_hooks._ffns[-1].runtime
         assert runtime is not None and runtime.stats.sparse_steps >= 30 * 23
-        assert runtime.predictor == "base4"
+        assert runtime.predictor == "gate"
         owns_index = [
             layer.on_device is not None and layer.on_device.owns_index for layer in runtime.layers
         ]

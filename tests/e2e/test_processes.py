@@ -12,14 +12,15 @@ from tests.e2e.processes import OWN_PROCESS, PROMPTS, run_script
 @pytest.mark.slow
 def test_plugin_by_variable_and_engine_in_its_own_process(tmp_path) -> None:
     """The KV cache is swapped, and the FFN comes from a neuron store."""
-    prepared(Path(model_path("deep")), tmp_path / "store").close()
+    prepared(Path(model_path("deep-relu")), tmp_path / "store").close()
     config = tmp_path / "tiered.toml"
     config.write_text(
         "[kv]\nexpansion = 2.5\n"
         f"[ffn]\nstore = '{tmp_path / 'store'}'\nexact = true\nnear_gib = 0.01\nfar_gib = 0.003\n"
     )
-    result = run_script(OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)})
-    assert result["tokens"] == vllm_tokens("deep", PROMPTS, max_tokens=24)
+    variables = OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)}
+    result = run_script(variables, model="deep-relu")
+    assert result["tokens"] == vllm_tokens("deep-relu", PROMPTS, max_tokens=24)
     metrics = result["metrics"]
     assert metrics["vllm:tiered_kv_expansion"] == 2.5
     assert metrics["vllm:tiered_kv_bytes{read}"] > 0

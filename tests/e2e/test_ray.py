@@ -22,7 +22,7 @@ def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) ->
 
     The KV cache is swapped, attention weights are far, and each rank opens its shard of the store.
     """
-    prepared(Path(model_path("qwen2")), tmp_path / "store").close()
+    prepared(Path(model_path("qwen2-relu")), tmp_path / "store").close()
     sections = {
         "kv": {"expansion": 1.3},
         "weights": {"placement": "all_far"},
@@ -32,10 +32,10 @@ def test_tensor_parallel_with_every_part(tmp_path, two_ranks: dict[str, Any]) ->
     config.write_text(json.dumps(sections))
     result = run_script(
         OWN_PROCESS | {"VLLM_PLUGINS": "tiered", "VLLM_TIERED_CONFIG": str(config)},
-        model="qwen2",
+        model="qwen2-relu",
         **{**two_ranks, "distributed_executor_backend": "ray", "kv_cache_memory_bytes": 4 << 20},
     )
-    assert result["tokens"] == vllm_tokens("qwen2", PROMPTS, max_tokens=24)
+    assert result["tokens"] == vllm_tokens("qwen2-relu", PROMPTS, max_tokens=24)
     metrics = result["metrics"]
     assert metrics["vllm:tiered_kv_memory_bytes{near}"] == 2 * (4 << 20)
     assert metrics["vllm:tiered_kv_bytes{read}"] > 0

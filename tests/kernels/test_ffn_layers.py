@@ -17,10 +17,8 @@ from tests.fakes.cuda import SimulatedCudaDevice
 from tests.fixtures.ffn_models import Ffn, random_ffn
 from tests.fixtures.ffn_runtimes import (
     Scripted,
-    base_scores,
     check_bytes,
     check_precisions,
-    least,
     mixed,
 )
 from vllm_tiered import native
@@ -28,7 +26,9 @@ from vllm_tiered.devices.base import Device
 from vllm_tiered.ffn import runtime
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul import compute
+from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.memory_plan import FfnPlan
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
 from vllm_tiered.ffn.selector import Selector
@@ -67,8 +67,9 @@ class Steps:
         neurons = ffn.shape.neurons
         self.rng = np.random.default_rng(1)
         self.predictors = [Near(neurons, device) for _ in range(ffn.shape.num_layers)]
-        predictors = () if plan.has_base else self.predictors
-        self.runtime = FfnRuntime(ffn.open(), plan, tiers, predictors, near_device=device, **kwargs)
+        self.runtime = FfnRuntime(
+            ffn.open(), plan, tiers, self.predictors, near_device=device, **kwargs
+        )
         self.drawn = self.rng.random((2, neurons))
 
     def scores(self, layer: int, num_tokens: int, *, spread: float = 0.02) -> torch.Tensor:
@@ -154,7 +155,7 @@ def test_the_cache_index_migrates(ffn, tiers, device) -> None:
 def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) -> None:
     """With a plan on the GPU, a batch that wants more than a buffer holds stays sparse."""
     plan = mixed(ffn, (0.25, 0, 0), far_bytes=2 << 20)
-    plan = replace(plan, cache_slots={Precision.FULL: 12})
+    plan = replace(plan, cache_slots=[{Precision.FULL: 12}] * ffn.shape.num_layers)
     steps = Steps(ffn, plan, tiers, device)
     for _ in range(3):
         scores_BN = steps.scores(0, 4, spread=2.0)
@@ -179,35 +180,28 @@ def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) 
     steps.runtime.close()
 
 
-@pytest.mark.parametrize(
-    ("mix", "policy"),
-    [
-        ((0.1, 0.2, 0.3), "atu"),
-        ((0.1, 0.2, 0.3), "window"),
-        ((0.25, 0.25, 0.5), "atu"),
-        ((0, 0, 1), "atu"),
-    ],
-)
-def test_top_ranks_over_a_base(ffn, mix, policy, tiers, device) -> None:
-    """A neuron wanted in 4 bit is computed in 4 bit unless it is cached in a better precision.
-
-    This also holds for neurons that are cached only because of the window.
-    """
-    plan = mixed(ffn, mix, far_bytes=2 << 20, has_base=True)
-    steps = Steps(ffn, plan, tiers, device, policy=policy, window=3)
-    everyone = torch.arange(ffn.shape.neurons)
+def test_a_gate_in_4_bit_selects(ffn, tiers, device) -> None:
+    """All neurons whose gate (or fc1) is positive in 4 bit, and they alone."""
+    gates = [Gate.of(ffn.weights[layer][:, 0], ffn.up_bias[layer]) for layer in range(2)]
+    plan = mixed(ffn, (1, 0, 0), far_bytes=2 << 20)
+    runtime = FfnRuntime(ffn.open(), plan, tiers, gates, near_device=device)
     for step in range(4):
-        x_BH, found = steps.compute(step % 2, 1)
-        near = steps.near(step % 2)
-        wanted = select(base_scores(ffn, step % 2, x_BH), Mix.from_shares(mix), least(ffn))
-        is_all = sum(mix) == 1 and ffn.shape.gated
-        rest = everyone if is_all else torch.from_numpy(wanted.int4)
-        better = torch.cat([*near.values(), torch.empty(0, dtype=torch.int64)])
-        chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-        check(found, ffn.output_of(step % 2, x_BH, chosen))
-    assert steps.owns_index(0) and steps.owns_index(1)
-    assert steps.runtime.stats.sparse_steps == 4
-    steps.runtime.close()
+        layer, x_BH = step % 2, torch.randn(1 + step // 2, 64)
+        found_BH = runtime.layers[layer].compute(x_BH.to(device), True).cpu()
+        near = {
+            p: torch.from_numpy(ids[ids >= 0])
+            for p, ids in runtime.layers[layer].resident_neurons().items()
+        }
+        codes, scales = quantise(ffn.weights[layer][:, :2], Precision.INT4, None)
+        shape = replace(ffn.shape, gated=False)
+        gate_NH = expand(codes, scales, shape, Precision.INT4, torch.float32)[:, 0]
+        bias_N = ffn.up_bias[layer]
+        first_BN = x_BH @ gate_NH.T + (0 if bias_N is None else bias_N)
+        active = (first_BN > 0).any(dim=0).nonzero()[:, 0]
+        assert 0 < len(active) < 40 and sorted(near[Precision.FULL].tolist()) == active.tolist()
+        check(found_BH, ffn.output_of(layer, x_BH, near))
+    assert runtime.stats.sparse_steps == 4
+    runtime.close()
 
 
 def test_a_failed_step_leaves_no_neuron_marked_as_near(monkeypatch, ffn, tiers, device) -> None:

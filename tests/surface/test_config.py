@@ -46,6 +46,7 @@ def test_keys_and_defaults():
             "mix": "auto",
             "window": 4,
             "exact": False,
+            "prefill": "auto",
             "deterministic": False,
             "cache": "atu",
             "preload": "auto",

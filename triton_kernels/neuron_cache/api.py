@@ -44,7 +44,6 @@ def plan(
         result.missing_slots_PN,
         result.retained_slots_PC,
         result.counts_P4,
-        result.skip_in_base_N.view(torch.uint8),
         *index.capacities,
         num_neurons,
         index.neuron_in_slot_PC.shape[1],

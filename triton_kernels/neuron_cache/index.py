@@ -69,15 +69,12 @@ class CachePlan:
         retained_slots_PC: int64, ascending, slots that keep their neurons.
         counts_P4: int32, numbers of missing neurons, retained slots, wanted neurons, and missing
             neurons without a slot.
-        skip_in_base_N: bool, False for neurons that are wanted in 4 bit and that no buffer holds.
-            The 4-bit base of all neurons computes only these.
     """
 
     missing_neurons_PN: torch.Tensor
     missing_slots_PN: torch.Tensor
     retained_slots_PC: torch.Tensor
     counts_P4: torch.Tensor
-    skip_in_base_N: torch.Tensor
 
 
 def empty_index(
@@ -111,5 +108,4 @@ def empty_plan(index: CacheIndex) -> CachePlan:
         missing_slots_PN=allocate((PRECISIONS, index.num_neurons), torch.int64),
         retained_slots_PC=allocate((PRECISIONS, num_slots), torch.int64),
         counts_P4=allocate((PRECISIONS, 4), torch.int32),
-        skip_in_base_N=allocate((index.num_neurons,), torch.bool),
     )

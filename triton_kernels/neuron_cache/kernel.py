@@ -56,14 +56,14 @@ def _ranks(packed, before):
 
 @triton.jit
 def _wanted_and_home(reached_N, location_N, neuron, is_neuron, capacity0, capacity1, capacity2):
-    """Return each neuron's wanted buffer, current buffer, location and ``reached_N``."""
+    """Return each neuron's wanted buffer, current buffer and location."""
     reached = tl.load(reached_N + neuron, mask=is_neuron, other=0)
     full = (reached == 7) & (capacity0 > 0)
     int8 = (reached == 6) & (capacity1 > 0)
     int4 = (reached == 4) & (capacity2 > 0)
     wanted = tl.where(full, 0, tl.where(int8, 1, tl.where(int4, 2, _NONE)))
     location = tl.load(location_N + neuron, mask=is_neuron, other=-1)
-    return wanted, tl.where(location >= 0, location & 3, _NONE), location, reached
+    return wanted, tl.where(location >= 0, location & 3, _NONE), location
 
 
 @triton.jit
@@ -88,7 +88,6 @@ def plan_kernel(
     missing_slots_PN,
     retained_slots_PC,
     counts_P4,
-    skip_in_base_N,
     capacity0,
     capacity1,
     capacity2,
@@ -99,8 +98,8 @@ def plan_kernel(
 ):
     """Plan one layer's step in one program.
 
-    Shapes and types are those of ``index.CacheIndex`` and ``index.CachePlan``; ``reached_N`` and
-    ``skip_in_base_N`` are uint8. ``final_N`` (uint8) and ``free_PC`` (int32) are scratch memory.
+    Shapes and types are those of ``index.CacheIndex`` and ``index.CachePlan``; ``reached_N`` is
+    uint8. ``final_N`` (uint8) and ``free_PC`` (int32) are scratch memory.
     """
     zero = tl.program_id(0).to(tl.int64)  # 0: there is one program
     now = tl.load(step) + 1
@@ -109,7 +108,7 @@ def plan_kernel(
     betters = zero
     for first in range(0, num_neurons, PART):
         neuron = first + tl.arange(0, PART)
-        wanted, home, _, _ = _wanted_and_home(
+        wanted, home, _ = _wanted_and_home(
             reached_N, location_N, neuron, neuron < num_neurons, capacity0, capacity1, capacity2
         )
         wants += tl.sum(_packed(wanted == 0, wanted == 1, wanted == 2))
@@ -132,7 +131,7 @@ def plan_kernel(
     for first in range(0, num_neurons, PART):
         neuron = first + tl.arange(0, PART)
         is_neuron = neuron < num_neurons
-        wanted, home, _, _ = _wanted_and_home(
+        wanted, home, _ = _wanted_and_home(
             reached_N, location_N, neuron, is_neuron, capacity0, capacity1, capacity2
         )
         from10 = (wanted == 1) & (home == 0)
@@ -215,7 +214,6 @@ def plan_kernel(
     for first in range(0, num_neurons, PART):
         neuron = first + tl.arange(0, PART)
         is_neuron = neuron < num_neurons
-        reached = tl.load(reached_N + neuron, mask=is_neuron, other=0)
         final = tl.load(final_N + neuron, mask=is_neuron, other=_NONE).to(tl.int32)
         location = tl.load(location_N + neuron, mask=is_neuron, other=-1)
         home = tl.where(location >= 0, location & 3, _NONE)
@@ -239,8 +237,6 @@ def plan_kernel(
         location = tl.where(has_slot, slot * 4 + final, tl.where(stays, location, -1))
         tl.store(location_N + neuron, location, mask=is_neuron)
         tl.store(last_used_N + neuron, now, mask=is_neuron & (final != _NONE))
-        is_unused = (location >= 0) | (reached != 4)
-        tl.store(skip_in_base_N + neuron, is_unused.to(tl.uint8), mask=is_neuron)
     # Wait until all threads have read the old value.
     tl.debug_barrier()
     tl.store(step, now)
@@ -262,7 +258,6 @@ VARIANTS = tuple(
             "missing_slots_PN": "*i64",
             "retained_slots_PC": "*i64",
             "counts_P4": "*i32",
-            "skip_in_base_N": "*u8",
             **dict.fromkeys(
                 ("capacity0", "capacity1", "capacity2", "num_neurons", "num_slots"), "i32"
             ),
@@ -280,7 +275,6 @@ VARIANTS = tuple(
             "missing_slots_PN",
             "retained_slots_PC",
             "counts_P4",
-            "skip_in_base_N",
             "num_neurons",
         ),
         num_warps=16,

@@ -43,7 +43,6 @@ def plan(index: CacheIndex, reached_N: torch.Tensor) -> CachePlan:
         counts = (len(misses), len(retained), len(mine), max(0, len(misses) - len(free)))
         result.counts_P4[buffer] = torch.tensor(counts)
     for n in range(num_neurons):
-        result.skip_in_base_N[n] = new_location[n] >= 0 or int(reached_N[n]) != 4
         last_used[n] = last_used[n] if wanted[n] is None else now
     index.location_N.copy_(torch.tensor(new_location))
     index.last_used_N.copy_(torch.tensor(last_used))

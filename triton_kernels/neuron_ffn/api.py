@@ -61,6 +61,7 @@ def add_down_projection(
     """
     assert out_BH.dtype == a_Bn.dtype == torch.float32, (out_BH.dtype, a_Bn.dtype)
     assert out_BH.is_contiguous() and out_BH.shape == (len(a_Bn), bundles.hidden)
+    assert bundles.has_down
     assert a_Bn.shape[1] == num_slots <= len(bundles.slots) and a_Bn.stride(1) == 1
     if not a_Bn.numel():
         return
@@ -86,6 +87,7 @@ def compute_ffn(
     The arguments are those of :func:`compute_activations`.
     """
     _check(x_BH, bundles, num_slots, activation)
+    assert bundles.has_down
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     if not len(x_BH) or not num_slots:
         return out_BH

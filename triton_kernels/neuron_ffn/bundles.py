@@ -39,6 +39,7 @@ class Bundles:
         hidden: H; even.
         gated: True if a neuron has three matrices, False if it has two.
         codec: one of ``CODECS``.
+        has_down: whether the slots hold down; without it, only activations can be computed.
     """
 
     slots: torch.Tensor
@@ -47,11 +48,12 @@ class Bundles:
     hidden: int
     gated: bool
     codec: str
+    has_down: bool = True
 
     def __post_init__(self) -> None:
         assert self.codec in CODECS and self.hidden % 2 == 0
         assert self.slots.dtype == torch.uint8 and self.slots.stride(1) == 1
-        assert self.slots.shape[1] >= self.num_matrices * self.matrix_bytes
+        assert self.slots.shape[1] >= (self.num_matrices - (not self.has_down)) * self.matrix_bytes
         assert (self.scales is None) == (self.codec not in ("int8", "int4"))
         assert self.scales is None or (
             self.scales.dtype == torch.float16

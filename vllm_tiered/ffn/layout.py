@@ -30,7 +30,7 @@ class FfnShape:
     Attributes:
         hidden: features of the hidden state; even.
         neurons: neurons of one layer.
-        gated: the matrices are gate, up and down (SwiGLU, ReGLU); otherwise fc1 and fc2.
+        gated: the matrices are gate, up and down (ReGLU); otherwise fc1 and fc2.
         dtype_bytes: bytes of a weight in full precision, 2 or 4.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a neuron store: make the runtime of an FFN from its configuration."""
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_tiered.config import FfnConfig
@@ -13,7 +13,7 @@ from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
+from vllm_tiered.ffn.predictor.files import KINDS, load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store.format import ANEW, MIX_FILE, statistics_name
@@ -88,7 +88,8 @@ def make_plan(
         far_bytes = int(FAR_SHARE * read_host_memory().usable_bytes / num_ranks)
     else:
         far_bytes = int(config.far_gib * GIB)
-    table_bytes = store.table_bytes + sum(p.num_bytes for p in predictors)
+    predictor_bytes = sum(p.num_bytes for p in predictors)
+    table_bytes = store.table_bytes + predictor_bytes
     if has_index:
         table_bytes += store.shape.num_layers * store.shape.neurons * _INDEX_BYTES
     if config.exact:
@@ -101,34 +102,51 @@ def make_plan(
     return plan_mixed(
         store.shape,
         mix,
-        active_share=active_share(store, predictors),
-        streamed=store.precisions[0],
+        active_shares=active_shares(store),
+        held_shares=held_shares(store, config),
+        streamed=_streamed(config, store, mix),
         near_bytes=near_bytes,
         far_bytes=far_bytes,
         table_bytes=table_bytes,
-        has_base=not predictors,
+        predictor_bytes=predictor_bytes,
         # On the CPU backend the cores that compute also prefetch: a token took 205 and 226 ms
         # instead of 159, though nine of ten misses were predicted (OPT-1.3B with synthetic
         # sparsity, 2 cores, 2026-11-22).
-        prefetches=bool(predictors) and config.preload == "on",
+        prefetches=config.preload == "on",
     )
+
+
+def _streamed(config: FfnConfig, store: NeuronStore, mix: Mix) -> Precision:
+    """Return the precision of the neurons that prompts stream."""
+    if config.prefill != "auto":
+        wanted = Precision(config.prefill)
+        _check_stored(store, [wanted])
+        return wanted
+    has_int8 = Precision.INT8 in store.precisions
+    return Precision.INT8 if has_int8 and mix.full < 1 else store.precisions[0]
 
 
 def load_predictors(store: NeuronStore) -> list[Predictor]:
-    """Return the trained predictors, one for each layer; none if the 4-bit base ranks neurons.
+    """Return the store's predictors, one for each layer.
 
     Raises:
-        ConfigError: the store has neither predictors nor 4-bit neurons.
+        ConfigError: the store has none.
+        IntegrityError: one is damaged.
     """
-    if predictor_name(0) in store.contents["files"]:
-        return [_trained(store, layer) for layer in range(store.shape.num_layers)]
-    if Precision.INT4 in store.precisions:
-        return []
-    raise ConfigError(
-        f"{store.path} has no predictors, and no neurons in 4 bit that could rank the others: "
-        "prepare it with --predictor low_rank, or with int4 among --precisions, or set "
-        "tiered.ffn.exact to true"
-    )
+    kind = _kind(store)
+    if kind is None:
+        raise ConfigError(
+            f"{store.path} has no predictors: prepare it again, or set tiered.ffn.exact to true"
+        )
+    return [
+        load_predictor(
+            store.file(predictor_name(kind, layer)),
+            store.contents["model"]["fingerprint"],
+            first_neuron=store.first_neuron,
+            num_neurons=store.shape.neurons,
+        )
+        for layer in range(store.shape.num_layers)
+    ]
 
 
 def searched_mix(store: NeuronStore) -> Mix:
@@ -156,47 +174,60 @@ def perplexities(store: NeuronStore) -> dict[tuple[float, ...], float]:
     return {tuple(one["mix"]): float(one["perplexity"]) for one in tried if "perplexity" in one}
 
 
-def active_share(store: NeuronStore, predictors: Sequence[Predictor]) -> float:
-    """Return the largest share of neurons that a layer predicts to be active for a token.
+def active_shares(store: NeuronStore) -> list[float]:
+    """Return by layer the share of its neurons that are predicted to be active for a token.
 
-    `prepare` measured the shares on calibration text. The result is 1 if it did not, or if no
-    neuron is ever inactive.
+    `prepare` measured the shares on calibration text. They are 1 if it did not.
     """
-    layers = range(store.shape.num_layers)
-    if any(predictor.threshold is not None for predictor in predictors):
-        shares = [_report(store, layer).get("predicted_share") for layer in layers]
-    elif store.activation == "relu" and not predictors:
-        shares = [(_read_json(store, statistics_name(n)) or {}).get("active_share") for n in layers]
-    else:
+    kind, layers = _kind(store), range(store.shape.num_layers)
+    reports = [{} if kind is None else _report(store, kind, layer) for layer in layers]
+    return [min(1.0, float(report.get("predicted_share", 1.0))) for report in reports]
+
+
+def held_shares(store: NeuronStore, config: FfnConfig) -> list[float]:
+    """Return by layer the share of its neurons that the cache policy keeps if it has the room.
+
+    Those predicted to be active for the last token, or for any of a window's tokens: as many times
+    more as `prepare` found active on calibration text.
+    """
+    shares = active_shares(store)
+    if config.cache != "window":
+        return shares
+    return [
+        min(1.0, share * _of_window(_read_json(store, statistics_name(layer)), config.window))
+        for layer, share in enumerate(shares)
+    ]
+
+
+def _of_window(statistics: dict[str, Any] | None, tokens: int) -> float:
+    """Return how many times a token's active neurons a window of tokens has, by interpolation."""
+    if not statistics or not statistics.get("active_share"):
         return 1.0
-    return min(1.0, max(1.0 if share is None else float(share) for share in shares))
+    known = {1: statistics["active_share"]} | {int(k): v for k, v in statistics["window"].items()}
+    held = np.interp(tokens, sorted(known), [known[k] for k in sorted(known)])
+    return float(held) / float(statistics["active_share"])
 
 
 def missing_share(store: NeuronStore) -> float | None:
     """Return the share of a token's neurons that the last token's are not (M2Cache, 5.3).
 
-    It is the layers' mean on calibration text, of the active neurons (ReLU) or of the most
-    important quarter (others); None if `prepare` had no such text.
+    It is the layers' mean on calibration text; None if `prepare` had no such text.
     """
     found = [_read_json(store, statistics_name(n)) for n in range(store.shape.num_layers)]
     overlaps = [float(one["overlap"]) for one in found if one and "overlap" in one]
     return 1 - sum(overlaps) / len(overlaps) if overlaps else None
 
 
-def _report(store: NeuronStore, layer: int) -> dict[str, Any]:
-    """Return the report of a layer's trained predictor."""
-    found: dict[str, Any] = read_header(store.file(predictor_name(layer)))["report"]
+def _kind(store: NeuronStore) -> str | None:
+    """Return the kind of the store's predictors; None if it has none."""
+    files = store.contents["files"]
+    return next((kind for kind in KINDS if predictor_name(kind, 0) in files), None)
+
+
+def _report(store: NeuronStore, kind: str, layer: int) -> dict[str, Any]:
+    """Return the report of a layer's predictor."""
+    found: dict[str, Any] = read_header(store.file(predictor_name(kind, layer)))["report"]
     return found
-
-
-def _trained(store: NeuronStore, layer: int) -> Predictor:
-    path = store.file(predictor_name(layer))
-    return load_predictor(
-        path,
-        store.contents["model"]["fingerprint"],
-        first_neuron=store.first_neuron,
-        num_neurons=store.shape.neurons,
-    )
 
 
 def _read_json(store: NeuronStore, name: str) -> dict[str, Any] | None:

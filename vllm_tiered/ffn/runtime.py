@@ -24,16 +24,13 @@ from vllm_tiered.ffn.loader.stream import NeuronStream
 from vllm_tiered.ffn.matmul.compute import gpu_kernels
 from vllm_tiered.ffn.memory_plan import NUM_CHUNKS, PREFETCH_LAYERS, FfnPlan
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.selector import Selector, score_threshold
+from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.strategy.base import LayerResources, LayerStats, RankResources
 from vllm_tiered.ffn.strategy.sparse_on_device import SparseOnDevice
 from vllm_tiered.ffn.tables import NeuronTables
 from vllm_tiered.storage.direct_file import aligned_pages
-
-BASE = "base4"
-"""Predictor name that is reported if the 4-bit base ranks neurons."""
 
 CachePolicy = Literal["atu", "window", "none"]
 
@@ -45,8 +42,7 @@ class FfnRuntime:
         store: the rank's neurons; closed with the runtime.
         plan: the memory plan.
         device: copies between the tiers; closed with the runtime.
-        predictors: one for each layer; none if every neuron is computed or the plan has a 4-bit
-            base.
+        predictors: one for each layer; none if every neuron is computed.
         policy: cache policy.
         window: tokens whose neurons stay near with the policy "window".
         near_device: torch device of the cache and staging buffers; None for the host.
@@ -81,7 +77,7 @@ class FfnRuntime:
         self.plan = plan
         self._policy, self._window = policy, window
         self._deterministic = deterministic
-        self.predictor = predictors[0].name if predictors else BASE if plan.has_base else None
+        self.predictor = predictors[0].name if predictors else None
         self.dynamic = (
             DynamicArea(store, plan.dynamic_slots, device) if plan.dynamic_slots else None
         )
@@ -91,11 +87,10 @@ class FfnRuntime:
             num_far_layers=plan.num_far_layers,
             precisions=plan.far_precisions,
             dynamic=self.dynamic,
-            cache_slots=plan.cache_slots,
+            cache_slots=plan.most_slots,
             chunks=(plan.chunk_neurons, NUM_CHUNKS),
             streamed=plan.streamed,
         )
-        self._num_permanent = plan.cache_slots[Precision.FULL] if plan.mix is None else 0
         self._rank = self._make_rank_resources()
         predictors = [predictor.to(self._near_device) for predictor in predictors]
         self.layers = [
@@ -132,7 +127,7 @@ class FfnRuntime:
             plan.streamed,
             chunk_neurons=plan.chunk_neurons,
             num_chunks=NUM_CHUNKS,
-            firsts=[self._num_permanent] * plan.shape.num_layers,
+            firsts=[plan.num_permanent] * plan.shape.num_layers,
             device=self._near_device,
         )
         return RankResources(
@@ -147,12 +142,14 @@ class FfnRuntime:
     def _make_layer(self, index: int, predictor: Predictor | None) -> FfnLayer:
         plan, rank = self.plan, self._rank
         tables = NeuronTables(self._store, index, self._near_device)
-        buffers = {p: self._make_buffer(p, n, tables) for p, n in plan.cache_slots.items() if n}
+        slots = plan.cache_slots[index]
+        buffers = {p: self._make_buffer(p, n, tables) for p, n in slots.items() if n}
         cache = selector = None
         if plan.mix is not None:
             new_cache = self._cache_maker()
-            cache = LayerCache({p: new_cache(plan.cache_slots[p]) for p in plan.cached})
-            selector = Selector(plan.mix, score_threshold(self._store, predictor))
+            assert predictor is not None
+            cache = LayerCache({p: new_cache(count) for p, count in slots.items()})
+            selector = Selector(plan.mix, predictor.threshold)
         resources = LayerResources(
             index=index,
             rank=rank,
@@ -160,10 +157,9 @@ class FfnRuntime:
             buffers=buffers,
             loader=NeuronLoader(index, buffers, tables, self.backend, rank.mailbox),
             cache=cache,
-            num_permanent=self._num_permanent,
+            num_permanent=plan.num_permanent,
             selector=selector,
             predictor=predictor,
-            has_base=plan.has_base,
         )
         return FfnLayer(resources, self._make_device_strategy(resources))
 
@@ -193,15 +189,15 @@ class FfnRuntime:
         self, precision: Precision, num_slots: int, tables: NeuronTables
     ) -> NeuronCacheBuffer:
         stride = bundle_stride(self.plan.shape, precision)
-        one_neuron = tables.slice(precision, 0, 1)
+        scales, up_bias = tables.slice(precision, 0, 1)
 
         def like(table: torch.Tensor | None) -> torch.Tensor | None:
             return None if table is None else table.new_zeros((num_slots, *table.shape[1:]))
 
         return NeuronCacheBuffer(
             bundles=aligned_pages(num_slots, stride, self._near_device),
-            scales=like(one_neuron["scales"]),
-            up_bias=like(one_neuron["up_bias"]),
+            scales=like(scales),
+            up_bias=like(up_bias),
             shape=self.plan.shape,
             precision=precision,
             dtype=self._store.dtype,

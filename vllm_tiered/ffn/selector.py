@@ -11,11 +11,7 @@ B tokens, N neurons of a layer.
 import numpy as np
 import torch
 
-from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.selection import Mix, Selection, select
-from vllm_tiered.ffn.store.reader import NeuronStore
-
-_LEAST_SCORE = float(torch.finfo(torch.float32).tiny)
 
 
 class Selector:
@@ -23,10 +19,10 @@ class Selector:
 
     Args:
         mix: shares of the neurons by precision.
-        threshold: neurons with lower scores are left out; None if all are ranked.
+        threshold: neurons with lower scores are left out.
     """
 
-    def __init__(self, mix: Mix, threshold: float | None) -> None:
+    def __init__(self, mix: Mix, threshold: float) -> None:
         self._mix = mix
         self._threshold = threshold
         self._edges: torch.Tensor | None = None
@@ -60,11 +56,3 @@ class Selector:
         reached_N = encoded.numpy()
         full, int8, int4 = (np.flatnonzero(reached_N == best) for best in (7, 6, 4))
         return Selection(full, int8, int4)
-
-
-def score_threshold(store: NeuronStore, predictor: Predictor | None) -> float | None:
-    """Return the score below which neurons are inactive; None if no neuron is ever inactive."""
-    if predictor is not None:
-        return predictor.threshold
-    # With ReLU, a 4-bit base gives inactive neurons a score of exactly 0.
-    return _LEAST_SCORE if store.activation == "relu" else None

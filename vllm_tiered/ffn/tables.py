@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near tables of a layer's neurons: scales, biases and norms, which are not in the bundles."""
+"""Near tables of a layer's neurons: scales and biases, which are not in the bundles."""
 
 import torch
 
@@ -19,7 +19,6 @@ class NeuronTables:
         scales: float16 [N, M, G] by precision; full precision has none.
         up_bias: float32 [N], bias of fc1; None if the model has none.
         down_bias: [H], bias of fc2 in the model's dtype; None if the model has none.
-        down_norms: float32 [N], Euclidean norms of the down columns.
     """
 
     def __init__(self, store: NeuronStore, layer: int, near: torch.device) -> None:
@@ -30,12 +29,13 @@ class NeuronTables:
         # float32 as in cache buffers: kernels add biases in float32 for every dtype of weights.
         self.up_bias = None if up_bias is None else up_bias.float().to(near)
         self.down_bias = None if down_bias is None else down_bias.to(near)
-        self.down_norms = store.down_norms(layer).to(near)
 
-    def slice(self, precision: Precision, first: int, count: int) -> dict[str, torch.Tensor | None]:
-        """Return views of the tables for ``count`` neurons from ``first`` on, by their names."""
-        scales = self.scales.get(precision)
-        return {
-            "scales": None if scales is None else scales[first : first + count],
-            "up_bias": None if self.up_bias is None else self.up_bias[first : first + count],
-        }
+    def slice(
+        self, precision: Precision, first: int, count: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return views of scales and up biases for ``count`` neurons from ``first`` on."""
+        scales, chosen = self.scales.get(precision), slice(first, first + count)
+        return (
+            None if scales is None else scales[chosen],
+            None if self.up_bias is None else self.up_bias[chosen],
+        )

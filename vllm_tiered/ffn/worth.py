@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a neuron store is of use to a model, from the bytes that it and the dense FFN need.
 
-By default, the neuron cache gets twice what a token wants, or at least 1.25 times. So with staging
-and tables it takes more than the dense FFN only if a token wants about half of the dense FFN's
-bytes or more. Then there is no memory to win, and sparse steps are slower: with a 4-bit base and
-the mix 25/25/50, Qwen2.5-Coder-0.5B decoded 9.3 tokens/s instead of 42, all in memory (2 EPYC
-cores, 2026-11-24).
+By default, the neuron cache gets twice what a token wants, or at least 1.25 times. So with staging,
+tables and predictors it takes more than the dense FFN only if a token wants about half of the dense
+FFN's bytes or more. Then there is no memory to win, and sparse steps are slower. That is so, too,
+for a store whose model's activity was not measured: all neurons are taken to be active.
 """
 
 from dataclasses import dataclass

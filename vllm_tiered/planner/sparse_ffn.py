@@ -50,7 +50,7 @@ class FfnMemory(Protocol):
     @property
     def streamed_bytes(self) -> int: ...
 
-    def sparse_bytes(self, tokens: int) -> tuple[int, int] | None: ...
+    def sparse_bytes(self, layer: int, tokens: int) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,6 @@ def sparse_ffn_step(
     """
     times = compute_times(shape, machine, batch, baseline("all near", shape))
     exchange = all_reduce_seconds(shape, machine, batch.tokens)
-    wanted = ffn.sparse_bytes(batch.tokens) if batch.new_tokens == 1 else None
     far, storage = far_link(machine, ffn.far_bytes), storage_link(machine)
     seconds, loading, stall, layer = times.rest, 0.0, 0.0, 0
     for sublayer, compute in zip(shape.sublayers, times.compute, strict=True):
@@ -156,6 +155,7 @@ def sparse_ffn_step(
             continue
         link = far if layer < ffn.num_far_layers else storage
         assert link is not None, "checked by the caller"
+        wanted = ffn.sparse_bytes(layer, batch.tokens) if batch.new_tokens == 1 else None
         layer += 1
         step = _dense(link, ffn.streamed_bytes, compute)
         if wanted is not None:
@@ -188,10 +188,10 @@ def _dense(link: Link, streamed: int, compute: float) -> StepTime:
 
 
 def _sparse(
-    link: Link, machine: Machine, cached: int, base: int, missing_share: float, exchange: float
+    link: Link, machine: Machine, cached: int, scored: int, missing_share: float, exchange: float
 ) -> StepTime:
     transfer = link.seconds(round(missing_share * cached))
-    product = (cached + base) / (machine.near_gb_per_s * 1e9)
+    product = (cached + scored) / (machine.near_gb_per_s * 1e9)
     return StepTime(
         seconds=transfer + product + exchange, link_seconds=transfer, stall_seconds=transfer
     )

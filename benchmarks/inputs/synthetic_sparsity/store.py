@@ -13,6 +13,8 @@ from typing import Any
 from benchmarks.inputs.synthetic_sparsity.model import PREDICTOR_FILE, Sparsity
 from benchmarks.inputs.synthetic_sparsity.record import sparsity_of_model
 
+_RECIPE = 2  # increases when the written files change
+
 
 @dataclass(frozen=True, slots=True)
 class FfnTensors:
@@ -67,7 +69,7 @@ def synthetic_store(
     from vllm_tiered.ffn.store.writer import NeuronStoreWriter
     from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of_folder
 
-    target = folder / f"{model.name}-store-{'-'.join(precisions)}"
+    target = folder / f"{model.name}-store{_RECIPE}-{'-'.join(precisions)}"
     if target.is_dir():
         return target
     import torch
@@ -97,7 +99,7 @@ def synthetic_store(
             "predicted_share": predicted_share(sparsity),
         }
         for layer_idx, predictor in enumerate(synthetic_predictors(model)):
-            path = writer.path_of(predictor_name(layer_idx))
+            path = writer.path_of(predictor_name(predictor.name, layer_idx))
             save_predictor(path, predictor, fingerprint, report)
         mix_file = {"synthetic_sparsity": True, "mix": list(mix), "candidates": []}
         writer.path_of(MIX_FILE).write_text(json.dumps(mix_file), encoding="utf-8")

@@ -44,7 +44,10 @@ _BITS = {Precision.FULL: 16, Precision.INT8: 8, Precision.INT4: 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of one profile: SwiGLU layers in bfloat16 with these hidden sizes.
+    """Settings of one profile: gated layers in bfloat16 with these hidden sizes.
+
+    Their activation is SiLU: with a ReLU, half of the random neurons would be inactive, and a
+    matmul does not read the down columns of those.
 
     `buffer_mib` is the size of each cache buffer, `group` the number of weights per 4-bit scale.
     """

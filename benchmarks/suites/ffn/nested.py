@@ -28,8 +28,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
-from benchmarks.suites.ffn.quality_variants import HELD_OUT
-from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.prepare.activation import activation_function
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 from vllm_tiered.weights.int4.rounding import MIDDLE, round_groups
@@ -46,6 +45,9 @@ DEFINITIONS = {
     " KL with the same share chosen for each token",
     "num_tokens": "measured",
 }
+
+HELD_OUT = 2000
+"""Conversations skipped before the first measured one; calibration uses the skipped ones."""
 
 GROUP = 32
 _BASE, _PLANE = "base", "plane"

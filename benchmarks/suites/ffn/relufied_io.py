@@ -3,8 +3,10 @@
 
 The activity is the trained ReLU model's, repeated to the size of OPT-6.7B
 (`inputs/relufied_activity.py`); the bytes are random, in a file of that size. A token needs the
-neurons whose gate exceeds 0, as a predictor that makes no mistakes would name them. All reads
-bypass the page cache and scattered ones are verified; nothing is computed.
+neurons that the gate in 4 bit names, which stays near too; with `is_predicted=false` those whose
+gate exceeds 0, as a predictor without errors and without size would name them. All reads bypass the
+page cache and scattered ones are verified; nothing is computed. A layer's cache has the slots that
+the layer needs, as the engine's have.
 
     streamed                all matrices
     active                  each active neuron's row and column, apart; nothing is kept
@@ -54,10 +56,13 @@ STREAMED, ACTIVE, WINDOW, BUNDLED, LAST, CO_ACTIVE = (
 )
 _BESIDE = "streamed beside "
 
+PREDICTOR_SHARE = 0.5625 / 4
+"""Of a row and a column in 16 bit: the row's codes in 4 bit, and two sets of scales for 64."""
+
 DEFINITIONS = {
     "speedup": "read seconds of streaming what the same near memory does not hold, over the"
     " technique's; median over rounds of each round's ratio",
-    "active_share": "of the neurons, over layers and tokens",
+    "active_share": "of the neurons, as they are named, over layers and tokens",
     "by_technique": "a token's read and cache seconds, bytes read, and requests to the disk,"
     " medians over rounds of means over tokens; near_share: of the FFN's bytes, what stays in"
     " memory",
@@ -73,6 +78,7 @@ class Settings:
         tokens: replayed and counted, after `window` tokens that are not.
         dense_tokens: for techniques that read everything; their tokens cost the same.
         steps: of the model's training.
+        is_predicted: as a real predictor names neurons.
         folder: where the file is kept, on the disk under test ("": the cache folder).
     """
 
@@ -82,6 +88,7 @@ class Settings:
     dense_tokens: int = 2
     window: int = 5
     steps: int = 600
+    is_predicted: bool = True
     folder: str = ""
 
 
@@ -106,6 +113,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         sizes.ffn_dim,
         settings.window + settings.tokens,
         training_steps=settings.steps,
+        is_predicted=settings.is_predicted,
     )
     share = float(np.mean([of.mean() for of in activity.active]))
     step(f"activity: {share:.1%} of {sizes.ffn_dim} neurons in {sizes.num_layers} layers")
@@ -133,6 +141,7 @@ def _rounds(
     window = settings.window
     held, last = capacities_for(plain, window), capacities_for(plain, 1)
     near: dict[str, int] = {}
+    predictor_bytes = int(PREDICTOR_SHARE * files.num_bytes) if settings.is_predicted else 0
 
     def beside(name: str) -> tuple[Callable[[], Technique], Sequence[Token]]:
         return (lambda: Whole(files, near[name])), plain
@@ -158,6 +167,7 @@ def _rounds(
             finally:
                 technique.close()
             near[name] = technique.dram_bytes
+            near[name] += 0 if isinstance(technique, Whole) else predictor_bytes
             read = result[name]["read_seconds"]
             step(f"round {number_ + 1}/{settings.rounds} {name}: {1000 * read:.0f} ms a token")
         rounds.append(result)

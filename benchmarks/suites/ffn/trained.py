@@ -7,17 +7,12 @@ Quality is that of the weights alone: each format is expanded to 16 bit, and the
 computes with it. Divergence is of the next token's distribution on ShareGPT's text; pass@1 is
 greedy completion of HumanEval's problems, all in one batch. Speed is of one request with everything
 in memory, in the engine that the format is for.
-
-`store` prepares the model's neurons with default settings and serves them so, beside vLLM alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,24 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.decode_rate import decode_rates
 from benchmarks.harness.engine_job import answer, ask, given
 from benchmarks.harness.progress import Step
-from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.human_eval import STOPS, Problem, problems, solved
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.peers import llama_formats
 from benchmarks.peers.contender import prompt_ids
-from benchmarks.suites.ffn.nested import nested_ffns
-from benchmarks.suites.ffn.quality_variants import HELD_OUT
+from benchmarks.suites.ffn.nested import HELD_OUT, nested_ffns
 from benchmarks.suites.ffn.trained_formats import LLAMA, Prepared, prepare
 from vllm_tiered.ffn.prepare.layerwise import replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 
-RESULT_KEYS = ("frontier", "default_ratio_to_vllm", "default_state", "num_tokens", "definitions")
+RESULT_KEYS = ("frontier", "num_tokens", "definitions")
 
 DEFINITIONS = {
     "frontier": "a row a format. near_bytes: of its weights, all in memory; of nested rows, base"
@@ -54,15 +46,10 @@ DEFINITIONS = {
     " of the rounds; null if no engine has the format. perplexity; kl: mean divergence of the next"
     " token's distribution from 16 bit's, with kl_error, its standard error. pass_at_1: share of"
     " HumanEval's problems that greedy completions solve, with its standard error over problems",
-    "default_ratio_to_vllm": "tokens_per_s of default settings with a neuron store over vLLM's,"
-    " both with everything in memory: median over pairs of engines, one after the other; null if it"
-    " was not asked for",
-    "default_state": "what the sparse FFN did then",
     "num_tokens": "that were predicted for the divergence",
 }
 
 _TIMEOUT_S = 7200
-_STORE_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +63,6 @@ class Settings:
         num_problems: of HumanEval's 164, the first ones.
         max_tokens: of a completion.
         batch: completions at a time.
-        store: whether a neuron store with default settings is prepared and timed.
         peers_python: interpreter with llama.cpp beside it ("": this one).
     """
 
@@ -86,7 +72,6 @@ class Settings:
     num_problems: int = 164
     max_tokens: int = 256
     batch: int = 32
-    store: bool = True
     peers_python: str = ""
     threads: int = 2
     prompt_tokens: int = 12
@@ -95,16 +80,14 @@ class Settings:
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(
-        model="demo", formats=("W4A16",), tokens=300, num_problems=4, max_tokens=32, store=False
-    ),
+    "quick": Settings(model="demo", formats=("W4A16",), tokens=300, num_problems=4, max_tokens=32),
     "full": Settings(),
 }
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
-    return 1 + len(settings.formats) + settings.store
+    return 1 + len(settings.formats)
 
 
 def model_dir(settings: Settings) -> Path:
@@ -127,14 +110,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             row |= pass_at_1(_completions(folder, of, asked, settings), asked)
         frontier.append({"name": name, **row})
         step(f"{name}: pass@1 {row['pass_at_1']:.1%}, KL {row['kl']:.4f}")
-    ratio, state = None, None
-    if settings.store:
-        ratio, state = _with_store(folder, settings)
-        step(f"store: {ratio:.2f} of vLLM's speed")
     return {
         "frontier": frontier,
-        "default_ratio_to_vllm": ratio,
-        "default_state": state,
         "num_tokens": sum(len(text.token_ids) - 1 for text in texts),
         "model": folder.name,
         "definitions": DEFINITIONS,
@@ -155,12 +132,7 @@ def table(result: Mapping[str, Any]) -> str:
         for row in result["frontier"]
     ]
     headings = ["format", "near, MiB", "tokens/s", "perplexity", "KL to 16 bit", "pass@1"]
-    text = markdown(headings, rows)
-    if result["default_ratio_to_vllm"] is None:
-        return text
-    ratio = number(result["default_ratio_to_vllm"], 2)
-    state = result["default_state"]
-    return f"{text}\n\nA neuron store with default settings: {ratio} of vLLM's speed ({state})."
+    return markdown(headings, rows)
 
 
 def _speed(of: Prepared, settings: Settings) -> float | None:
@@ -236,31 +208,6 @@ def _completions(
 # Engines --------------------------------------------------------------------------------
 
 
-def _with_store(folder: Path, settings: Settings) -> tuple[float, str]:
-    """Return the speed of a neuron store with default settings over vLLM's, and what it did."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        store = Path(scratch) / "store"
-        prepare_store = [sys.executable, "-m", "vllm_tiered.cli.main", "prepare", str(folder)]
-        done = subprocess.run(
-            [*prepare_store, "--out", str(store)],
-            cwd=REPO_ROOT,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise MeasurementError(f"prepare failed:\n{done.stderr[-4000:]}")
-        os.sync()  # or the system's writes of the store compete with the engines
-        plain = {"model": str(folder), "rounds": settings.rounds}
-        stored = {**plain, "tiered": {"ffn": {"store": str(store)}}}
-        ratios = []
-        for _ in range(_STORE_ROUNDS):
-            alone, ours = (_in_a_process(job, settings) for job in (plain, stored))
-            ratios.append(max(ours["tokens_per_s"]) / max(alone["tokens_per_s"]))
-    return statistics.median(ratios), str(ours["ffn"])
-
-
 def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     asked = {
         "rounds": 0,
@@ -282,8 +229,6 @@ def _serve() -> None:
     """Read a job, write completions and decode rates (in the engine's own process)."""
     from vllm import LLM, SamplingParams
 
-    from vllm_tiered.adapter.connector_name import ASIDE_KEY
-
     job = given()
     llm = LLM(
         model=job["model"],
@@ -300,11 +245,9 @@ def _serve() -> None:
         llm.apply_model(partial(_replace_ffns, ffns=ffns))
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], stop=list(STOPS))
     outputs = llm.generate(job["prompts"], sampling, use_tqdm=False) if job["prompts"] else []
-    aside = llm.llm_engine.vllm_config.additional_config.get(ASIDE_KEY, {})
     found = {
         "completions": [output.outputs[0].text for output in outputs],
         "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
-        "ffn": "stepped aside" if "ffn" in aside else "sparse FFN",
     }
     answer(found)
 

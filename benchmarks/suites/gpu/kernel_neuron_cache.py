@@ -100,7 +100,7 @@ def _on_host(
 
     rows = {p: count for p, count in zip(Precision, capacities, strict=True) if count}
     cache = LayerCache({p: WindowCache(count, num_neurons, window) for p, count in rows.items()})
-    choice, turns = Selector(ALL, None), _turns(steps)
+    choice, turns = Selector(ALL, 0.0), _turns(steps)
 
     def run() -> None:
         selection = choice.decode(next(turns).cpu())

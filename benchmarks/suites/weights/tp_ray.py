@@ -45,7 +45,7 @@ _TIMEOUT_S = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of one profile: TinyLlama's layers with random weights."""
+    """Settings of one profile: OPT-1.3B's layers with random weights."""
 
     layers: int
     rounds: int
@@ -56,7 +56,7 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "quick": Settings(layers=4, rounds=3),
-    "full": Settings(layers=22, rounds=10),
+    "full": Settings(layers=24, rounds=10),
 }
 
 
@@ -148,9 +148,11 @@ def _prepared(layers: int) -> tuple[Path, Path]:
     from vllm_tiered.ffn.layout import Precision
     from vllm_tiered.ffn.prepare.pipeline import prepare
 
-    model = cache_root() / f"random-tinyllama-{layers}-layers"
+    model = cache_root() / f"random-opt-{layers}-layers"
     if not (model / "config.json").is_file():
-        shape = {**PLANNED_SHAPES["llama"], "num_hidden_layers": layers}
+        # Tied random embeddings repeat the last token for ever.
+        changed = {"num_hidden_layers": layers, "tie_word_embeddings": False}
+        shape = {**PLANNED_SHAPES["opt"], **changed}
         vocab_size = shape.pop("vocab_size")
         del shape["architectures"], shape["torch_dtype"]
         with publish_dir(model) as staging:
@@ -187,7 +189,7 @@ def _measure() -> None:
         block_size=32,
         max_model_len=512,
         max_num_seqs=job["requests"],
-        kv_cache_memory_bytes=(64 << 20) // job["ranks"],
+        kv_cache_memory_bytes=(256 << 20) // job["ranks"],
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         disable_log_stats=False,

@@ -23,11 +23,9 @@ from tests.fakes.deferred_rig import (
 from tests.fakes.deferred_torch import NEAR, now
 from tests.fixtures.ffn_models import Ffn, random_ffn
 from tests.fixtures.ffn_runtimes import (
-    base_scores,
     check_bytes,
     check_precisions,
     exact,
-    least,
     mixed,
 )
 from tests.fixtures.neuron_stores import flip
@@ -131,41 +129,6 @@ def chosen_neurons(
         runtime.close()
 
 
-@pytest.mark.slow
-@HASTES
-@pytest.mark.parametrize("mix", [(0.1, 0.2, 0.3), (0.25, 0.25, 0.5)])
-@pytest.mark.parametrize("seed", range(3))
-def test_top_ranks_over_a_base_in_4_bit(monkeypatch, ffn, mix, seed, haste):
-    rig = DeferredRig(monkeypatch, ffn, seed, haste)
-    ranks_over_a_base(rig, mix, seed)
-
-
-def ranks_over_a_base(rig: DeferredRig, mix: tuple[float, float, float], seed: int) -> None:
-    ffn, everyone = rig.ffn, torch.arange(rig.ffn.shape.neurons)
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(64)
-    with rig.torch:
-        runtime = rig.runtime(replace(mixed(ffn, mix, has_base=True), num_far_layers=seed))
-        for step in range(24):
-            layer = step % 3
-            x = 0.7 * x + 0.5 * rng.standard_normal(64)
-            with now():
-                x_BH = torch.from_numpy(x[None]).float()
-                scores_BN, lowest = base_scores(ffn, layer, x_BH), least(ffn)
-                wanted = select(scores_BN, Mix.from_shares(mix), lowest)
-            found = runtime.layers[layer].compute(rig.near(x_BH), True)
-            with now():
-                near = resident_neurons(runtime, layer)
-                better = torch.cat(list(near.values()))
-                is_all = sum(mix) == 1 and ffn.shape.gated
-                rest = everyone if is_all else torch.from_numpy(wanted.int4)
-                chosen = near | {Precision.INT4: rest[~torch.isin(rest, better)]}
-                rig.due.append((found, ffn.output_of(layer, x_BH, chosen)))
-        rig.settle()
-        assert runtime.stats.sparse_steps == 24
-        runtime.close()
-
-
 @HASTES
 def test_a_damaged_bundle_frees_its_bounce_buffer(monkeypatch, tmp_path, haste):
     """Steps that want the bundle always fail; other steps load through the same buffers."""
@@ -245,7 +208,6 @@ def test_injected_faults_are_found(monkeypatch, ffn, mutate):
             with monkeypatch.context() as patched:
                 rig = DeferredRig(patched, ffn, seed, haste)
                 chosen_neurons(rig, "atu", (0.1, 0.2, 0.3), seed % 4)
-                ranks_over_a_base(DeferredRig(patched, ffn, seed, haste), (0.1, 0.2, 0.3), seed % 3)
         except (AssertionError, IntegrityError, IndexError):
             return
     pytest.fail(f"{mutate.__name__} was not noticed")

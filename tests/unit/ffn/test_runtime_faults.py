@@ -152,7 +152,7 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     plan = memory_plan.plan_mixed(
         ffn.shape,
         Mix.from_shares((0, 0.5, 0)),
-        active_share=1.0,
+        active_shares=[1.0] * ffn.shape.num_layers,
         streamed=Precision.INT8,
         near_bytes=None,
         far_bytes=0,
@@ -165,17 +165,6 @@ def test_streamed_in_8_bit(ffn, monkeypatch) -> None:
     for layer in range(5):
         found = runtime.layers[layer].compute(x_BH, False)
         assert close(found, ffn.output_of(layer, x_BH, everyone))
-    runtime.close()
-
-
-def test_only_a_base(ffn) -> None:
-    runtime = FfnRuntime(ffn.open(), mixed(ffn, (0, 0, 1), has_base=True), CpuDevice())
-    x_BH = torch.randn(2, 64)
-    everyone = {Precision.INT4: torch.arange(96)}
-    for layer in range(5):
-        found = runtime.layers[layer].compute(x_BH, True)
-        assert close(found, ffn.output_of(layer, x_BH, everyone))
-        runtime.layers[layer].check_integrity()
     runtime.close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.ffn_models import random_ffn
+from tests.fixtures.ffn_runtimes import Scripted
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.ffn import memory_plan, worth
 from vllm_tiered.ffn.open import make_plan
@@ -24,20 +25,29 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
+def predictors(monkeypatch: pytest.MonkeyPatch) -> list[Scripted]:
+    """The store has none, and `prepare` would have had to measure them."""
+    found = [Scripted(512) for _ in range(4)]
+    monkeypatch.setattr(worth, "load_predictors", lambda _: found)
+    return found
+
+
+@pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging is small beside a real model's FFN."""
     monkeypatch.setattr(memory_plan, "_CHUNK_BYTES", 10 * 1024)
 
 
-def test_a_base_and_half_the_bytes_are_more_than_all_of_them(store: str) -> None:
-    """All neurons in 4 bit, and buffers for twice a token's 25/25/50."""
+def test_neurons_of_which_none_is_known_to_be_inactive_need_more_than_the_dense_ffn(
+    store: str, predictors: list[Scripted]
+) -> None:
     said = why_dense(FfnConfig(store=store))
     dense = 4 * 512 * 3 * 128 * 4
     assert (
         said is not None and f"the dense FFN needs {format_bytes(dense)}," in said and store in said
     )
     with NeuronStore.open(store) as opened:
-        plan = make_plan(FfnConfig(store=store), opened, [], num_ranks=1)
+        plan = make_plan(FfnConfig(store=store), opened, list(predictors), num_ranks=1)
     assert plan.near_bytes > dense and f"neurons need {format_bytes(plan.near_bytes)} in" in said
     assert "perplexity" not in said
 

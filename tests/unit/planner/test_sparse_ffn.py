@@ -42,7 +42,7 @@ class Memory:
     base: int = 80 * MIB
     fits: int = 4
 
-    def sparse_bytes(self, tokens: int) -> tuple[int, int] | None:
+    def sparse_bytes(self, layer: int, tokens: int) -> tuple[int, int] | None:
         return (tokens * self.cached, self.base) if tokens <= self.fits else None
 
 

@@ -25,11 +25,9 @@ from vllm_tiered.errors import IntegrityError, UnsupportedError
 
 _PLACES = (
     ("mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj"),
-    ("mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h"),
     ("fc1", "activation_fn", "fc2"),
 )
-"""Names of a layer's first matrix, activation and second matrix: Llama and similar models, Falcon,
-OPT."""
+"""Names of a layer's first matrix, activation and second matrix: Llama and similar models, OPT."""
 
 _library: torch.library.Library | None = None
 _captures = False
@@ -129,8 +127,8 @@ def replace_ffn(layer: nn.Module, name: str) -> tuple[SparseFfn, FfnEnd]:
             break
     else:
         raise UnsupportedError(
-            f"{type(layer).__name__} has no FFN of two matrices where OPT, Falcon, Llama and "
-            "similar models have theirs: leave tiered.ffn.store out for this model"
+            f"{type(layer).__name__} has no FFN of two matrices where OPT, Llama and similar "
+            "models have theirs: leave tiered.ffn.store out for this model"
         )
     first, activation, second = found
     start = SparseFfn(name, _sizes(first, activation, second))

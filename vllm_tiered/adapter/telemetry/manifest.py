@@ -231,7 +231,7 @@ class FfnManifest:
     mix: tuple[float, float, float] | None
     predictor: str | None
     cache: str
-    cache_rows: dict[str, int]
+    cache_rows: dict[str, list[int]]
     near_bytes: int
     far_layers: int
     far_bytes: int
@@ -247,7 +247,10 @@ class FfnManifest:
             mix=None if plan.mix is None else plan.mix.shares,
             predictor=runtime.predictor,
             cache=config.cache,
-            cache_rows={precision.value: slots for precision, slots in plan.cache_slots.items()},
+            cache_rows={
+                precision.value: [slots[precision] for slots in plan.cache_slots]
+                for precision in plan.cache_slots[0]
+            },
             near_bytes=plan.near_bytes,
             far_layers=plan.num_far_layers,
             far_bytes=plan.far_bytes,
@@ -268,7 +271,9 @@ class FfnManifest:
         else:
             shares = ", ".join(f"{share:.0%}" for share in self.mix)
             what = f"{shares} of the neurons in full, 8 and 4 bit by {self.predictor}"
-        rows = ", ".join(f"{count} {name}" for name, count in self.cache_rows.items())
+        rows = ", ".join(
+            f"{min(counts)} to {max(counts)} {name}" for name, counts in self.cache_rows.items()
+        )
         far = f"{self.far_layers} layers ({format_bytes(self.far_bytes)})"
         return (
             f"tiered ffn: took over {self.num_layers} layers of {self.neurons} neurons, {what}; "

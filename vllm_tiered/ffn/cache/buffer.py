@@ -26,6 +26,7 @@ class NeuronCacheBuffer:
         shape: shape of the model's FFN.
         precision: precision of the bundles.
         dtype: dtype of the model's weights, and of the codes in full precision.
+        has_down: whether the slots hold down; without it, only activations can be computed.
     """
 
     bundles: torch.Tensor
@@ -34,9 +35,12 @@ class NeuronCacheBuffer:
     shape: FfnShape
     precision: Precision
     dtype: torch.dtype
+    has_down: bool = True
 
     def __post_init__(self) -> None:
         num_bytes = bundle_bytes(self.shape, self.precision)
+        if not self.has_down:
+            num_bytes -= num_bytes // self.shape.num_matrices
         assert self.bundles.dtype == torch.uint8 and self.bundles.stride(1) == 1
         assert self.bundles.shape[1] >= num_bytes and self.dtype.itemsize == self.shape.dtype_bytes
         assert (self.scales is None) == (self.precision is Precision.FULL)

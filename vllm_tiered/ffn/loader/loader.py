@@ -7,9 +7,7 @@ missing neurons                      loaded from far memory or the store
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from vllm_tiered.devices.mailbox import Mailbox
@@ -55,21 +53,14 @@ class NeuronLoader:
             multiplied += part.num_resident * stride
         return missing, multiplied
 
-    def execute(self, plan: LayerPlan, extra: npt.NDArray[Any] | None) -> torch.Tensor | None:
-        """Make a plan's moves and loads. On failure, all loads have ended.
-
-        Args:
-            extra: an array that compute needs; it is copied together with the plan's lists.
-
-        Returns:
-            ``extra`` in near memory; None if it was None.
-        """
+    def execute(self, plan: LayerPlan) -> None:
+        """Make a plan's moves and loads. On failure, all loads have ended."""
         arrivals: list[Arrival] = []
-        lists: list[npt.NDArray[Any]] = []
-        for part in plan.plans.values():
-            lists += (part.src_slots, part.dst_slots, part.load_neurons, part.load_slots)
-        if extra is not None:
-            lists.append(extra)
+        lists = [
+            ids
+            for part in plan.plans.values()
+            for ids in (part.src_slots, part.dst_slots, part.load_neurons, part.load_slots)
+        ]
         try:
             near = deque(self._mailbox.h2d(lists))
             for precision, part in plan.plans.items():
@@ -82,7 +73,6 @@ class NeuronLoader:
         except BaseException:
             settle(arrivals)  # the caller may reuse the slots: no load may still write to them
             raise
-        return near[0] if near else None
 
     def _fill(self, precision: Precision, neurons: torch.Tensor, slots: torch.Tensor) -> None:
         tables = self._tables

@@ -71,7 +71,7 @@ def add_down(
     GPU's few-tokens kernel do not read them.
     """
     assert a_Bn.shape == (len(out_BH), num_slots) and out_BH.shape[1] == buffer.shape.hidden
-    assert out_BH.dtype == torch.float32 and out_BH.is_contiguous()
+    assert out_BH.dtype == torch.float32 and out_BH.is_contiguous() and buffer.has_down
     if (kernels := gpu_kernels(buffer)) is not None:
         kernels.add_down_projection(
             out_BH,
@@ -161,6 +161,7 @@ def ffn_output(
         UnsupportedError: ``activation`` is unknown.
     """
     _check(x_BH, buffer, num_slots, activation)
+    assert buffer.has_down
     if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.compute_ffn(
             _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
@@ -199,6 +200,7 @@ def _bundles(buffer: NeuronCacheBuffer) -> object:
         hidden=buffer.shape.hidden,
         gated=buffer.shape.gated,
         codec=_codec(buffer),
+        has_down=buffer.has_down,
     )
 
 

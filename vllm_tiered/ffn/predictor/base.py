@@ -15,12 +15,11 @@ class Predictor(ABC):
 
     Attributes:
         name: name of the kind of predictor, used in files and messages.
-        threshold: neurons with lower scores are predicted inactive; None if the model has no
-            inactive neurons and they are only ranked.
+        threshold: neurons with lower scores are predicted inactive.
     """
 
     name: ClassVar[str]
-    threshold: float | None = None
+    threshold: float
 
     @property
     @abstractmethod
@@ -42,6 +41,10 @@ class Predictor(ABC):
     def to(self, near: torch.device) -> "Predictor":
         """Return this predictor with its tensors on the torch device ``near``."""
         return self
+
+    @abstractmethod
+    def shard(self, first_neuron: int, num_neurons: int) -> "Predictor":
+        """Return the predictor of a range of neurons; it may share memory."""
 
     @property
     def num_bytes(self) -> int:

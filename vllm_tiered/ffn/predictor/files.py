@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of trained predictors, one for each layer, so that `prepare` can resume.
+"""Files of predictors, one for each layer, so that `prepare` can resume.
 
-FOLDER/low_rank-0000.safetensors    tensors; metadata: version, kind, fingerprint, threshold,
-                                    activation, report
+FOLDER/gate-0000.safetensors        tensors; metadata: version, kind, fingerprint, threshold, report
+FOLDER/low_rank-0000.safetensors    the same
 """
 
 import json
@@ -14,27 +14,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.ffn.predictor.base import Predictor
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.untrusted import parse_json
 
-VERSION = 1
+VERSION = 2
+
+KINDS = (Gate.name, LowRank.name)
 
 _KEY = "vllm_tiered"  # key in the metadata, whose values safetensors stores as strings
 
 
-def predictor_name(layer: int) -> str:
-    """Return the file name of a layer's predictor."""
-    return f"{LowRank.name}-{layer:04d}.safetensors"
+def predictor_name(kind: str, layer: int) -> str:
+    """Return the file name of a layer's predictor of one of ``KINDS``."""
+    return f"{kind}-{layer:04d}.safetensors"
 
 
 def save_predictor(
-    path: Path, predictor: LowRank, fingerprint: str, report: Mapping[str, Any]
+    path: Path, predictor: Predictor, fingerprint: str, report: Mapping[str, Any]
 ) -> None:
     """Write a layer's predictor atomically.
 
     Args:
         fingerprint: fingerprint of the layer's model.
-        report: JSON-safe figures of the predictor's quality.
+        report: JSON-safe figures of the predictor's quality; empty if it was not measured.
     """
     draft = path.with_suffix(".new")  # a neuron store's writer does not publish this suffix
     header = {
@@ -42,7 +46,6 @@ def save_predictor(
         "kind": predictor.name,
         "fingerprint": fingerprint,
         "threshold": predictor.threshold,
-        "activation": predictor.activation,
         "report": dict(report),
     }
     tensors = {name: tensor.contiguous() for name, tensor in predictor.tensors().items()}
@@ -58,7 +61,7 @@ def load_predictor(
     fingerprint: str | None = None,
     first_neuron: int = 0,
     num_neurons: int | None = None,
-) -> LowRank:
+) -> Predictor:
     """Read a layer's predictor, or its part for a shard of the neurons.
 
     Raises:
@@ -69,15 +72,12 @@ def load_predictor(
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        predictor = LowRank(
-            tensors["a"],
-            tensors["b"],
-            tensors["bias"],
-            norms_N=tensors.get("norms"),
-            activation=header["activation"],
-            threshold=header["threshold"],
-        )
-    except (SafetensorError, KeyError, AssertionError) as error:
+        predictor: Predictor
+        if header["kind"] == Gate.name:
+            predictor = Gate.from_tensors(tensors)
+        else:
+            predictor = LowRank.from_tensors(tensors, float(header["threshold"]))
+    except (SafetensorError, KeyError, TypeError, ValueError, AssertionError) as error:
         raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
     if first_neuron == 0 and num_neurons in (None, predictor.num_neurons):
         return predictor
@@ -93,16 +93,16 @@ def load_predictor(
 def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:
     """Return a file's metadata, including ``report``; raise errors like :func:`load_predictor`."""
     if not path.is_file():
-        raise ConfigError(f"no predictor: {path} does not exist; run prepare --predictor low_rank")
+        raise ConfigError(f"no predictor: {path} does not exist; run prepare again")
     try:
         with safe_open(path, framework="pt") as file:
             header: dict[str, Any] = parse_json((file.metadata() or {})[_KEY], any_number=True)
     except (SafetensorError, KeyError, ValueError) as error:
         raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
-    if header["version"] != VERSION or header["kind"] != LowRank.name:
+    if header["version"] != VERSION or header["kind"] not in KINDS:
         raise ConfigError(
             f"{path} holds a {header['kind']} of version {header['version']}; expected"
-            f" {LowRank.name} of version {VERSION}: run prepare again"
+            f" {' or '.join(KINDS)} of version {VERSION}: run prepare again"
         )
     if fingerprint is not None and header["fingerprint"] != fingerprint:
         raise ConfigError(

@@ -2,7 +2,8 @@
 """Steps of `prepare` that run the model on calibration text.
 
 1  recording     record the input of each layer's FFN (record.py) in a folder next to the draft
-2  low_rank      train one predictor for each layer (train.py)
+2  gate          report how well each layer's predictor predicts (predictor/gate.py)
+   low_rank      or train one (train.py)
 3  statistics    compute each layer's activation statistics (statistics.py)
 4  mix           run the ratio search (ratio_search.py)
 
@@ -17,11 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, save_predictor
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
-from vllm_tiered.ffn.prepare.evaluate import Copies, Scores, Variant, by_base4, evaluate
+from vllm_tiered.ffn.prepare.evaluate import Copies, Scores, Variant, evaluate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel
 from vllm_tiered.ffn.prepare.ratio_search import Candidate, SearchResult, Uncertainty, search
 from vllm_tiered.ffn.prepare.record import (
@@ -33,7 +37,13 @@ from vllm_tiered.ffn.prepare.record import (
 from vllm_tiered.ffn.prepare.statistics import layer_statistics
 from vllm_tiered.ffn.prepare.steps import Step
 from vllm_tiered.ffn.prepare.texts import calibration_texts
-from vllm_tiered.ffn.prepare.train import TrainSettings, train_layer
+from vllm_tiered.ffn.prepare.train import (
+    TrainSettings,
+    importance,
+    measure,
+    report_of,
+    train_layer,
+)
 from vllm_tiered.ffn.selection import PLAIN, Mix
 from vllm_tiered.ffn.store.format import MIX_FILE, statistics_name
 
@@ -99,7 +109,7 @@ def calibrated_steps(
     """Return the steps that no earlier call has finished.
 
     Args:
-        predictor: "low_rank" is trained, and ranks neurons in the search; "base4" only ranks.
+        predictor: kind of the predictor, which ranks neurons in the search.
         groups: weights that share a scale, by precision of the store. The ratio search runs only
             with all three precisions.
 
@@ -107,9 +117,7 @@ def calibrated_steps(
         ConfigError: files of an earlier call cannot be removed.
     """
     watched = Watched.begin(checkpoint, calibration, draft)
-    steps = [statistics(watched)]
-    if predictor == LowRank.name:
-        steps.insert(0, training(watched))
+    steps = [predicting(watched, predictor), statistics(watched)]
     if set(groups) == set(Precision):
         steps.append(mixing(watched, predictor, groups[Precision.INT4]))
     if not any(step.pending for step in steps):
@@ -134,9 +142,10 @@ def recording(watched: Watched) -> Step:
     )
 
 
-def training(watched: Watched) -> Step:
-    """Return the step that trains low-rank predictors from the recordings."""
-    return _per_layer(watched, "low_rank", predictor_name, _train)
+def predicting(watched: Watched, predictor: str) -> Step:
+    """Return the step that makes predictors of a kind, and measures them on the recordings."""
+    work = _measure_gate if predictor == Gate.name else _train
+    return _per_layer(watched, predictor, partial(predictor_name, predictor), work)
 
 
 def statistics(watched: Watched) -> Step:
@@ -188,8 +197,20 @@ def _train(watched: Watched, layer: int) -> None:
         watched.checkpoint.layer(layer),
         watched.calibration.train,
     )
-    path = watched.out / predictor_name(layer)
+    path = watched.out / predictor_name(LowRank.name, layer)
     save_predictor(path, predictor, watched.checkpoint.fingerprint, report)
+
+
+def _measure_gate(watched: Watched, layer: int) -> None:
+    x_TH, _ = recorded_inputs(watched.scratch, layer)
+    weights = watched.checkpoint.layer(layer)
+    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    x_TH = x_TH.float()
+    quality = measure(
+        gate, x_TH, torch.cat([importance(x, weights) for x in torch.split(x_TH, 512)])
+    )
+    path = watched.out / predictor_name(Gate.name, layer)
+    save_predictor(path, gate, watched.checkpoint.fingerprint, report_of(gate, quality, len(x_TH)))
 
 
 def _look(watched: Watched, layer: int) -> None:
@@ -206,22 +227,14 @@ def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None
     )
 
     def by_files(layer: int, copies: Copies) -> tuple[Scores, float | None]:
-        loaded = load_predictor(watched.out / predictor_name(layer), checkpoint.fingerprint)
+        path = watched.out / predictor_name(predictor, layer)
+        loaded = load_predictor(path, checkpoint.fingerprint)
         return loaded.scores, loaded.threshold
 
-    ranking = by_base4 if predictor == "base4" else by_files
-
     def uncertainties(mixes: Sequence[Mix]) -> list[Uncertainty]:
-        # ReLU models skip inactive neurons with any mix, so they need a ranking even if all
-        # neurons have the same precision.
-        is_relu = checkpoint.activation == "relu"
+        # Inactive neurons are left out with any mix, also if all have the same precision.
         variants = {
-            str(mix.shares): Variant(
-                mix=mix,
-                group=group,
-                ranking=None if 1 in mix.shares and not is_relu else ranking,
-            )
-            for mix in mixes
+            str(mix.shares): Variant(mix=mix, group=group, ranking=by_files) for mix in mixes
         }
         outcomes = evaluate(LayerwiseModel(checkpoint.folder), texts, variants, full_bits=full_bits)
         return [outcomes[str(mix.shares)].uncertainty for mix in mixes]

@@ -2,8 +2,8 @@
 """Reader of a Hugging Face checkpoint's FFN, one layer at a time.
 
 [gate │] up     rows of gate_proj and up_proj; of gate_up_proj, which has both (Phi-3: gate
-                first); of fc1 (OPT); or of dense_h_to_4h (Falcon)
-down            columns of down_proj, fc2 or dense_4h_to_h
+                first); or of fc1 (OPT)
+down            columns of down_proj or fc2
 
 N neurons, M matrices ([gate,] up, down), H features of the hidden state.
 """
@@ -27,15 +27,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
 }
 
-ACTIVATIONS = (
-    "gelu",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "relu",
-    "silu",
-)
-"""Supported activations by their names in configs; "swish" is read as "silu"."""
+ACTIVATIONS = ("relu",)
+"""Supported activations by their names in configs: those with which neurons are inactive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +41,8 @@ class Family:
             matrices has them one after the other.
         down: the matrix whose columns are neurons.
         gated: whether the rows are gate and up.
-        neurons, activation, layers: the config's keys. The first key of ``layers`` that the config
-            has is used.
+        neurons, activation: the config's keys.
         default_activation: used if the config has none; None if the config must have it.
-        neurons_per_hidden: neurons per feature of the hidden state, used if the config has no
-            number of neurons; None if the config must have it.
     """
 
     prefixes: tuple[str, ...]
@@ -61,9 +51,7 @@ class Family:
     gated: bool
     neurons: str = "intermediate_size"
     activation: str = "hidden_act"
-    layers: tuple[str, ...] = ("num_hidden_layers",)
     default_activation: str | None = None
-    neurons_per_hidden: int | None = None
 
 
 _LLAMA = Family(
@@ -90,17 +78,6 @@ FAMILIES: Mapping[str, Family] = {
         activation="activation_function",
         default_activation="relu",
     ),
-    "falcon": Family(
-        prefixes=("transformer.h.", "h."),
-        rows=("mlp.dense_h_to_4h",),
-        down="mlp.dense_4h_to_h",
-        gated=False,
-        neurons="ffn_hidden_size",
-        activation="activation",
-        layers=("num_hidden_layers", "n_layer"),
-        default_activation="gelu",
-        neurons_per_hidden=4,
-    ),
 }
 
 
@@ -121,13 +98,8 @@ class FfnWeights:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the FFN has a gate, as SwiGLU and ReGLU have."""
+        """Whether the FFN has a gate beside up and down."""
         return self.rows_NMH.shape[1] == 3
-
-    @property
-    def is_relu(self) -> bool:
-        """Whether neurons can be inactive."""
-        return self.activation == "relu"
 
     @property
     def down_norms_N(self) -> torch.Tensor:
@@ -263,32 +235,29 @@ def _family(config: Mapping[str, Any], folder: Path) -> Family:
 
 
 def _shape(config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> FfnShape:
-    hidden = _number(config, ("hidden_size",))
-    if config.get(family.neurons) is None and family.neurons_per_hidden:
-        neurons = hidden * family.neurons_per_hidden
-    else:
-        neurons = _number(config, (family.neurons,))
     return FfnShape(
-        num_layers=_number(config, family.layers),
-        hidden=hidden,
-        neurons=neurons,
+        num_layers=_number(config, "num_hidden_layers"),
+        hidden=_number(config, "hidden_size"),
+        neurons=_number(config, family.neurons),
         gated=family.gated,
         dtype_bytes=dtype.itemsize,
     )
 
 
-def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    value = next((config[key] for key in keys if key in config), None)
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {keys[0]} is {value!r}, not a number from 1 on")
+        raise ConfigError(f"config.json: {key} is {value!r}, not a number from 1 on")
     return value
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:
     found = config.get(family.activation, family.default_activation)
-    found = "silu" if found == "swish" else found
     if found not in ACTIVATIONS:
         raise UnsupportedError(
-            f"config.json: {family.activation} is {found!r}, and {', '.join(ACTIVATIONS)} are known"
+            f"config.json: {family.activation} is {found!r}. A neuron store is for "
+            f"{' and '.join(ACTIVATIONS)}, with which most neurons of a token are inactive; with "
+            "others all of them count, and a quantised checkpoint is smaller, faster and closer to "
+            "the model"
         )
     return str(found)

@@ -17,7 +17,8 @@ from torch import nn
 
 from vllm_tiered.ffn.layout import FfnShape, Precision
 from vllm_tiered.ffn.matmul.quantise import expand, quantise
-from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.predictor.gate import Gate
+from vllm_tiered.ffn.prepare.activation import activation_function
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.ratio_search import Uncertainty
@@ -116,7 +117,7 @@ class MixedFfn(nn.Module):
         assert self._scores is not None
         out_TH = torch.zeros_like(x_TH)
         scores_TN = self._scores(x_TH)
-        chosen = self.choose(scores_TN, self._threshold)
+        chosen = select_each(scores_TN, self.mix, self._threshold)
         for index, (precision, chosen_TN) in enumerate(zip(Precision, chosen, strict=True)):
             count = int(chosen_TN.sum())
             self.num_computed[index] += count
@@ -124,12 +125,6 @@ class MixedFfn(nn.Module):
                 a_TN = self.copies.activations(x_TH, precision) * chosen_TN
                 out_TH.addmm_(a_TN, self.copies.rows_NMH[precision][:, -1])
         return out_TH
-
-    def choose(
-        self, scores_TN: torch.Tensor, threshold: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the neurons to compute in each precision, bool [T, N] each."""
-        return select_each(scores_TN, self.mix, threshold)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,13 +135,11 @@ class Variant:
         group: weights that share a 4-bit scale; None for a row.
         ranking: takes a layer and its copies, and returns a function that scores neurons and the
             threshold below which neurons are left out. None if the mix has one precision only.
-        ffn: class of the module that replaces each layer's FFN.
     """
 
     mix: Mix
     group: int | None
     ranking: Callable[[int, Copies], tuple[Scores, float | None]] | None = None
-    ffn: type[MixedFfn] = MixedFfn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,9 +201,9 @@ def _ffn(
         copies[variant.group] = Copies.of(weights, groups)
     found = copies[variant.group]
     if variant.ranking is None:
-        return variant.ffn(found, variant.mix)
+        return MixedFfn(found, variant.mix)
     scores, threshold = variant.ranking(layer, found)
-    return variant.ffn(found, variant.mix, scores, threshold)
+    return MixedFfn(found, variant.mix, scores, threshold)
 
 
 @torch.inference_mode()
@@ -245,13 +238,8 @@ def _outcome(
     )
 
 
-def by_base4(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Rank as the engine does with a 4-bit base (ours, from no paper), from dequantised weights.
-
-        a = act(gate4 x) * (up4 x)         score = |a| * norm of the neuron's down column
-
-    Nothing is trained. In a ReLU model neurons whose ``a`` is 0 in 4 bit are left out.
-    """
-    norms = copies.weights.down_norms_N
-    threshold = torch.finfo(torch.float32).tiny if copies.weights.is_relu else None
-    return lambda x: copies.activations(x, Precision.INT4).abs() * norms, threshold
+def by_gate(_: int, copies: Copies) -> tuple[Scores, float | None]:
+    """Rank by :class:`Gate`, made from the layer's own weights."""
+    weights = copies.weights
+    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    return gate.scores, gate.threshold

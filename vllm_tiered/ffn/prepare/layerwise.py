@@ -176,7 +176,7 @@ class LayerwiseModel:
 
 def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
     """Return a layer's FFN weights; raise UnsupportedError for an unknown kind of layer."""
-    for names in (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",), ("dense_h_to_4h",)):
+    for names in (("gate_proj", "up_proj"), ("gate_up_proj",), ("fc1",)):
         ffn = layer if hasattr(layer, names[0]) else getattr(layer, "mlp", None)
         if ffn is None or not hasattr(ffn, names[0]):
             continue
@@ -184,11 +184,7 @@ def ffn_weights(layer: nn.Module, activation: str) -> FfnWeights:
         weights = [module.weight for module in into]
         if names[0] == "gate_up_proj":
             weights = list(weights[0].chunk(2))
-        down = next(
-            getattr(ffn, name)
-            for name in ("down_proj", "fc2", "dense_4h_to_h")
-            if hasattr(ffn, name)
-        )
+        down = next(getattr(ffn, name) for name in ("down_proj", "fc2") if hasattr(ffn, name))
         biases = [getattr(module, "bias", None) for module in into]
         if len(weights) == 2 and any(bias is not None for bias in biases):
             break  # the neuron store cannot hold a bias of the gate
@@ -218,7 +214,7 @@ def replace_ffn(layer: nn.Module, ffn: nn.Module) -> None:
 def first_linear(layer: nn.Module) -> nn.Module:
     """Return the first module of a layer's FFN; its input is the FFN's input."""
     ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
-    names = ("fc1", "gate_proj", "gate_up_proj", "dense_h_to_4h")
+    names = ("fc1", "gate_proj", "gate_up_proj")
     return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
 
 

@@ -16,6 +16,9 @@ import torch
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul.quantise import default_group
+from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
+from vllm_tiered.ffn.predictor.gate import Gate
+from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.calibration import Calibration, calibrated_steps
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.steps import Here, Progress, Runner, Step, run_steps
@@ -40,18 +43,30 @@ class Preparation:
     calibration: Calibration | None = None
 
 
-def _base4(preparation: Preparation) -> list[Step]:
-    """Return the steps for base4, which needs only 4-bit neurons and down norms."""
-    if Precision.INT4 not in preparation.writer.form.groups:
-        raise ConfigError(
-            "--predictor base4 computes with 4-bit neurons: add int4 to --precisions, or give "
-            "--predictor none"
+def _gate(preparation: Preparation) -> list[Step]:
+    """Return the steps for gates in 4 bit, which need a calibration only to be measured."""
+    if preparation.calibration is not None:
+        return _calibrated(preparation, Gate.name)
+    checkpoint, draft = preparation.checkpoint, preparation.writer.draft
+    layers = range(checkpoint.shape.num_layers)
+    return [
+        Step(
+            name=Gate.name,
+            num_layers=len(layers),
+            pending=[n for n in layers if not (draft / predictor_name(Gate.name, n)).is_file()],
+            work=partial(_write_gate, checkpoint, draft),
         )
-    return [] if preparation.calibration is None else _calibrated(preparation, "base4")
+    ]
+
+
+def _write_gate(checkpoint: Checkpoint, draft: Path, layer: int) -> None:
+    weights = checkpoint.layer(layer)
+    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    save_predictor(draft / predictor_name(Gate.name, layer), gate, checkpoint.fingerprint, {})
 
 
 def _low_rank(preparation: Preparation) -> list[Step]:
-    return _calibrated(preparation, "low_rank")
+    return _calibrated(preparation, LowRank.name)
 
 
 def _calibrated(preparation: Preparation, predictor: str) -> list[Step]:
@@ -69,8 +84,8 @@ def _none(preparation: Preparation) -> list[Step]:
 
 
 PREDICTORS: Mapping[str, Callable[[Preparation], list[Step]]] = {
-    "base4": _base4,
-    "low_rank": _low_rank,
+    Gate.name: _gate,
+    LowRank.name: _low_rank,
     "none": _none,
 }
 """Functions that return a predictor's steps, by the predictor's name on the command line."""
@@ -83,7 +98,7 @@ def prepare(
     precisions: Sequence[Precision] = tuple(Precision),
     group: int | None = None,
     dtype: torch.dtype | None = None,
-    predictor: str = "base4",
+    predictor: str = Gate.name,
     calibration: Calibration | None = None,
     runner: Runner | None = None,
     progress: Progress | None = None,

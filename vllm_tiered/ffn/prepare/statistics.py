@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation statistics of a layer's neurons on calibration text.
 
-    active share    share of the neurons that are active: positive (ReLU), or the fewest that carry
-                    90 % of the energy (others)
+    active share    share of the neurons that are active
     overlap         share of a token's active neurons that were active for the previous token
                     (M2Cache, figure 6; LLM in a flash, figure 4)
     window          neurons active for any of the last k tokens: how many a window cache holds, and
@@ -20,10 +19,6 @@ import torch
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.train import importance
 
-TOP_SHARE = 0.25
-"""Share of the neurons that count as active in models other than ReLU: the most important."""
-
-_ENERGY = 0.9
 _WINDOWS = (2, 4, 5, 8, 16)
 
 
@@ -32,11 +27,8 @@ class LayerStatistics:
     """Statistics of one layer: shares of its neurons, averaged over tokens, unless stated.
 
     Attributes:
-        active_share: neurons that are positive (ReLU), or that carry 90 % of the energy (others).
-        top_energy: share of the energy that the top quarter of the neurons carries.
-        followed_share: neurons that `overlap` and `window` count: the active ones
-            (ReLU), or the top quarter (others).
-        overlap: share of a token's followed neurons that the previous token followed too.
+        active_share: active neurons.
+        overlap: share of a token's active neurons that were active for the previous token too.
         overlap_by_chance: the overlap if tokens were independent, from how often each neuron is
             active.
         window: neurons in a window of k tokens, by k.
@@ -46,8 +38,6 @@ class LayerStatistics:
     """
 
     active_share: float
-    top_energy: float
-    followed_share: float
     overlap: float
     overlap_by_chance: float
     window: dict[int, float] = field(default_factory=dict)
@@ -72,32 +62,16 @@ def layer_statistics(
         x_TH: recorded inputs of the texts, one after the other.
         lengths: tokens of each text.
     """
-    importance_TN = torch.cat([importance(x, weights) for x in torch.split(x_TH, 512)])
-    tokens, neurons = importance_TN.shape
-    energy_TN = importance_TN.square()
-    total = energy_TN.sum(1).clamp(min=1e-30)
-    quarter = max(1, round(TOP_SHARE * neurons))
-    top = importance_TN.topk(quarter, dim=1).indices
-    top_energy = (energy_TN.gather(1, top).sum(1) / total).mean().item()
-    if weights.is_relu:
-        followed_TN = importance_TN > 0
-        active_share = followed_TN.float().mean().item()
-    else:
-        followed_TN = torch.zeros_like(importance_TN, dtype=torch.bool).scatter_(1, top, True)
-        carried = energy_TN.sort(1, descending=True).values.cumsum(1) / total[:, None]
-        active_share = ((carried < _ENERGY).sum(1) + 1).float().mean().item() / neurons
-    texts = list(torch.split(followed_TN, list(lengths)))
-    counts = followed_TN.sum(1)
+    active_TN = torch.cat([importance(x, weights) > 0 for x in torch.split(x_TH, 512)])
+    texts = list(torch.split(active_TN, list(lengths)))
     return LayerStatistics(
-        active_share=active_share,
-        top_energy=top_energy,
-        followed_share=counts.float().mean().item() / neurons,
+        active_share=active_TN.float().mean().item(),
         overlap=_overlap(texts),
-        overlap_by_chance=_overlap_by_chance(followed_TN),
+        overlap_by_chance=_overlap_by_chance(active_TN),
         window={k: _window(texts, k)[0] for k in _WINDOWS},
         window_new={k: _window(texts, k)[1] for k in _WINDOWS},
-        never=(~followed_TN.any(0)).float().mean().item(),
-        num_tokens=tokens,
+        never=(~active_TN.any(0)).float().mean().item(),
+        num_tokens=len(active_TN),
     )
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of low-rank predictors from recorded inputs (Deja Vu; LLM in a flash, 3.1 and 4.1).
 
-1  Closed form: fit the matrices of this rank that best approximate gate and up (fc1) on the
+1  Closed form: fit the matrices of this rank that best approximate the gate (fc1) on the
    recorded inputs.
 2  Train with gradient descent from there, until the loss on held-out tokens stops falling.
-3  ReLU: set the threshold at which 3 % of the active neurons are missed, so that at most 5 % are
-   missed on other text.
+3  Set the threshold at which 3 % of the active neurons are missed, so that at most 5 % are missed
+   on other text.
 4  Take the least rank that predicts well enough. The last layers usually need the highest rank.
 
 Held-out tokens come from other texts than the training tokens. One half of them stops training and
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_tiered.ffn.predictor.activation import activation_function
+from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 
@@ -37,19 +37,15 @@ class TrainSettings:
 
     Attributes:
         ranks: ranks to try in this order, until one is good enough; the last one is used in any
-            case. None for 1/32, 1/16, 1/8 and 1/4 of the features (128 to 1024 for OPT-6.7B), or
-            only the last two if both gate and up must be predicted.
-        false_negatives: largest share of the active neurons that may be missed (ReLU).
-        false_positives: largest share of the inactive neurons predicted as active (ReLU).
-        energy: least energy of the predicted half of the neurons, as a share of the energy of the
-            best half (others).
+            case. None for 1/32, 1/16, 1/8 and 1/4 of the features (128 to 1024 for OPT-6.7B).
+        false_negatives: largest share of the active neurons that may be missed.
+        false_positives: largest share of the inactive neurons predicted as active.
         patience: number of epochs without improvement that training tolerates.
     """
 
     ranks: tuple[int, ...] | None = None
     false_negatives: float = 0.05
     false_positives: float = 0.07
-    energy: float = 0.97
     max_epochs: int = 20
     patience: int = 2
     batch_tokens: int = 256
@@ -62,14 +58,12 @@ class Quality:
     """Quality of a layer's predictor on tokens that training did not use.
 
     Attributes:
-        active_share: share of the neurons that are active: positive (ReLU), or in the best quarter
-            (others).
+        active_share: share of the neurons that are active.
         predicted_share: share of the neurons that are predicted active.
         recall: share of the active neurons that are predicted.
         precision: share of the predicted neurons that are active.
         false_positives: share of the inactive neurons that are predicted.
-        energy: sum of squares of the predicted neurons as a share of the total (ReLU); or of the
-            predicted half as a share of the best half's (others).
+        energy: sum of squares of the predicted neurons' outputs, as a share of all neurons'.
     """
 
     active_share: float
@@ -106,60 +100,45 @@ def train_layer(
     stop = num_training + (len(x_TH) - num_training) // 2
     x_train, x_stop, x_report = x_TH[:num_training], x_TH[num_training:stop], x_TH[stop:]
     wanted, wanted_stop, wanted_report = (_wanted(x, weights) for x in (x_train, x_stop, x_report))
-    parts = (32, 16, 8, 4) if weights.is_relu else (8, 4)
-    ranks = settings.ranks or tuple(max(1, hidden // part) for part in parts)
+    ranks = settings.ranks or tuple(max(1, hidden // part) for part in (32, 16, 8, 4))
     for rank in ranks:
         predictor, epochs = _train(x_train, wanted, x_stop, wanted_stop, weights, rank, settings)
-        if weights.is_relu:
-            predictor.threshold = _threshold(
-                predictor.scores(x_stop), wanted_stop, _MARGIN * settings.false_negatives
-            )
+        predictor.threshold = _threshold(
+            predictor.scores(x_stop), wanted_stop, _MARGIN * settings.false_negatives
+        )
         quality = measure(predictor, x_report, wanted_report)
-        if weights.is_relu:
-            is_enough = quality.false_positives <= settings.false_positives
-        else:
-            is_enough = quality.energy >= settings.energy
-        if is_enough:
+        if quality.false_positives <= settings.false_positives:
             break
-    report = {
-        "rank": predictor.rank,
+    trained = {"rank": predictor.rank, "epochs": epochs, "training_tokens": num_training}
+    return predictor, trained | report_of(predictor, quality, len(x_report))
+
+
+def report_of(predictor: Predictor, quality: Quality, num_tokens: int) -> dict[str, Any]:
+    """Return the JSON-safe report of a predictor that was measured on so many tokens."""
+    return {
         "bytes": predictor.num_bytes,
-        "epochs": epochs,
-        "training_tokens": num_training,
-        "report_tokens": len(x_report),
+        "report_tokens": num_tokens,
         "false_negatives": quality.false_negatives,
         **asdict(quality),
     }
-    return predictor, report
 
 
 def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
     """Return the norm of each neuron's contribution to the output, float32 [T, N]."""
     rows = weights.rows_NMH.float()
-    act = activation_function(weights.activation)
     first_TN = x_TH.float() @ rows[:, 0].T
     if weights.up_bias_N is not None:
         first_TN += weights.up_bias_N.float()
-    a_TN = act(first_TN)
+    a_TN = first_TN.relu_()
     if weights.is_gated:
         a_TN *= x_TH.float() @ rows[:, 1].T
     return a_TN.abs_().mul_(weights.down_norms_N)
 
 
-def measure(predictor: LowRank, x_TH: torch.Tensor, importance_TN: torch.Tensor) -> Quality:
+def measure(predictor: Predictor, x_TH: torch.Tensor, importance_TN: torch.Tensor) -> Quality:
     """Measure a predictor's quality on the given tokens."""
-    scores_TN = predictor.scores(x_TH)
-    neurons = scores_TN.shape[1]
     energy_TN = importance_TN.square()
-    if predictor.threshold is not None:
-        wanted, predicted = importance_TN > 0, scores_TN >= predictor.threshold
-        kept = predicted
-        best = energy_TN.sum()  # all energy
-    else:
-        wanted = _top(importance_TN, neurons // 4)
-        predicted = _top(scores_TN, neurons // 4)
-        kept = _top(scores_TN, neurons // 2)
-        best = energy_TN.topk(neurons // 2, dim=1).values.sum()
+    wanted, predicted = importance_TN > 0, predictor.scores(x_TH) >= predictor.threshold
     hits = (wanted & predicted).sum().item()
     num_wanted, num_predicted = wanted.sum().item(), predicted.sum().item()
     return Quality(
@@ -168,13 +147,8 @@ def measure(predictor: LowRank, x_TH: torch.Tensor, importance_TN: torch.Tensor)
         recall=hits / max(1, num_wanted),
         precision=hits / max(1, num_predicted),
         false_positives=(num_predicted - hits) / max(1, wanted.numel() - num_wanted),
-        energy=(energy_TN * kept).sum().item() / max(best.item(), 1e-30),
+        energy=(energy_TN * predicted).sum().item() / max(energy_TN.sum().item(), 1e-30),
     )
-
-
-def _top(values_TN: torch.Tensor, count: int) -> torch.Tensor:
-    mask = torch.zeros_like(values_TN, dtype=torch.bool)
-    return mask.scatter_(1, values_TN.topk(count, dim=1).indices, True)
 
 
 def _wanted(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
@@ -196,14 +170,9 @@ def reduced_rank(
                                            V: leading eigenvectors of C^(1/2) W' W C^(1/2)
 
     This is the best approximation of its rank on the given inputs.
-    In a gated ReLU model the gate is fitted in place of fc1. In other gated models gate and up are
-    fitted together, gate above up, and B and bias have 2 N rows.
+    In a gated model the gate is fitted in place of fc1.
     """
-    rows = weights.rows_NMH.float()
-    if weights.is_gated and not weights.is_relu:
-        w = torch.cat([rows[:, 0], rows[:, 1]])
-    else:
-        w = rows[:, 0]
+    w = weights.rows_NMH[:, 0].float()
     x = x_TH.float()
     mean_H = x.mean(0)
     centred = x - mean_H
@@ -235,21 +204,14 @@ def _train(
     """Return a trained predictor, and the number of epochs."""
     a, b, bias = reduced_rank(x_train, weights, rank)
     parameters = [tensor.requires_grad_() for tensor in (a, b, bias)]
-    norms = None if weights.is_relu else weights.down_norms_N
-    activation = None if weights.is_relu else weights.activation
 
     def predictor(dtype: torch.dtype) -> LowRank:
         a, b, bias = (parameter.detach() for parameter in parameters)
-        return LowRank(a.to(dtype), b.to(dtype), bias.clone(), norms_N=norms, activation=activation)
+        return LowRank(a.to(dtype), b.to(dtype), bias.clone())
 
     def loss(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        raw = F.linear(F.linear(x, a), b, bias)
-        if activation is None:
-            return F.binary_cross_entropy_with_logits(raw, (wanted > 0).float())
-        gate, up = raw.chunk(2, dim=1)
-        assert norms is not None
-        scores = (activation_function(activation)(gate) * up).abs() * norms
-        return (scores - wanted).square().mean() / wanted.square().mean()
+        found = F.linear(F.linear(x, a), b, bias)
+        return F.binary_cross_entropy_with_logits(found, (wanted > 0).float())
 
     def held_out() -> float:
         with torch.no_grad():

@@ -248,11 +248,6 @@ def down_bias_name(layer: int) -> str:
     return f"layer.{layer}.down_bias"
 
 
-def down_norms_name(layer: int) -> str:
-    """Return the tables' key of the down columns' Euclidean norms, float32 [N]."""
-    return f"layer.{layer}.down_norms"
-
-
 def _digest(contents: Mapping[str, Any]) -> str:
     return f"{checksum(json.dumps(contents, sort_keys=True).encode()):016x}"
 

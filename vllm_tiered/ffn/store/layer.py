@@ -45,12 +45,11 @@ def write_layer(
     """
     expected = (form.shape.neurons, form.shape.num_matrices, form.shape.hidden)
     assert weights_NMH.shape == expected and weights_NMH.dtype == form.dtype
-    tables = {store_format.down_norms_name(layer): _norms(weights_NMH[:, -1])}
     biases = {
         store_format.up_bias_name(layer): up_bias,
         store_format.down_bias_name(layer): down_bias,
     }
-    tables |= {name: bias.contiguous() for name, bias in biases.items() if bias is not None}
+    tables = {name: bias.contiguous() for name, bias in biases.items() if bias is not None}
     fd = os.open(draft / NEURONS, os.O_RDWR | os.O_CLOEXEC)
     try:
         for precision in form.precisions:
@@ -136,12 +135,6 @@ def _sums_on_disk(fd: int, form: StoreFormat, layer: int, precision: Precision) 
 
 def _sums(data: memoryview, stride: int, num_bytes: int) -> list[int]:
     return [checksum(data[begin : begin + num_bytes]) for begin in range(0, len(data), stride)]
-
-
-def _norms(down_NH: torch.Tensor) -> torch.Tensor:
-    starts = range(0, len(down_NH), 4096)  # in chunks: float32 takes twice the memory
-    chunks = [down_NH[first : first + 4096].float() for first in starts]
-    return torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in chunks])
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -129,10 +129,6 @@ class NeuronStore:
         """
         return self._tables.get(store_format.down_bias_name(layer))
 
-    def down_norms(self, layer: int) -> torch.Tensor:
-        """Return the Euclidean norms of the down columns, float32 [N]."""
-        return self._of_shard(store_format.down_norms_name(layer))
-
     @property
     def table_bytes(self) -> int:
         """Bytes of all tables, which are in memory."""

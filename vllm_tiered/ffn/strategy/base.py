@@ -68,9 +68,7 @@ class LayerResources:
         num_permanent: number of neurons, from the first, that are permanently near in full
             precision.
         selector: selects neurons; None if every neuron is computed.
-        predictor: scores neurons; None if every neuron is computed or the 4-bit base ranks them.
-        has_base: the 4-bit buffer permanently holds every neuron and ranks them; ``cache`` is the
-            index of the other buffers.
+        predictor: scores neurons; None if every neuron is computed.
         stats: the layer's counts, which its strategies update.
     """
 
@@ -83,13 +81,7 @@ class LayerResources:
     num_permanent: int = 0
     selector: Selector | None = None
     predictor: Predictor | None = None
-    has_base: bool = False
     stats: LayerStats = field(default_factory=LayerStats)
-
-    @property
-    def base(self) -> NeuronCacheBuffer | None:
-        """The 4-bit buffer that holds every neuron, if there is one."""
-        return self.buffers[Precision.INT4] if self.has_base else None
 
 
 class Strategy(ABC):

@@ -22,12 +22,16 @@ class Dense(Strategy):
             self._add_neurons(out_BH, x_BH, full, resources.num_permanent)
         stream = rank.stream
         for chunk in stream.chunks(self._index, wraps=resources.selector is None):
+            scales, up_bias = resources.tables.slice(
+                stream.precision, chunk.first, chunk.num_neurons
+            )
             staged = NeuronCacheBuffer(
                 bundles=stream.staging[chunk.buffer_id].data[: chunk.num_neurons],
                 shape=rank.store.shape,
                 precision=stream.precision,
                 dtype=rank.store.dtype,
-                **resources.tables.slice(stream.precision, chunk.first, chunk.num_neurons),
+                scales=scales,
+                up_bias=up_bias,
             )
             self._add_neurons(out_BH, x_BH, staged, chunk.num_neurons)
         num_tokens = len(x_BH)

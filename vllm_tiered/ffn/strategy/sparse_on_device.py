@@ -73,16 +73,14 @@ class SparseOnDevice(SparseStrategy):
         if rank.cost_model.prefers_dense(self._index, usual, usual, num_tokens):
             return None
         begin = rank.clock.now()
-        base_BN = self._base_activations(x_BH)
-        reached_N = self._selector.rank(self._scores(x_BH, base_BN))
+        reached_N = self._selector.rank(self._predictor.scores(x_BH))
         out_BH = empty_output(x_BH)
         try:
-            skip_in_base_N, counts_P4 = self._multiply(out_BH, x_BH, reached_N)
+            counts_P4 = self._multiply(out_BH, x_BH, reached_N)
         except BaseException:
             # Slots may not match the index any more.
             self._cache_index.clear()
             raise
-        self._add_base(out_BH, base_BN, skip_in_base_N)
         self._resources.stats.sparse_steps += 1
         stats_P4 = rank.mailbox.async_stats(counts_P4)
         rank.clock.measure(
@@ -162,16 +160,15 @@ class SparseOnDevice(SparseStrategy):
 
     def _multiply(
         self, out_BH: torch.Tensor, x_BH: torch.Tensor, reached_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """Add the output of the selected and of the other near neurons to ``out_BH``.
 
         Args:
             reached_N: uint8, from :meth:`Selector.rank`.
 
         Returns:
-            Two near tensors: bool [N], neurons whose 4-bit activations are not used; and int32
-            [P, 4], the numbers of neurons that were loaded, were retained, were wanted, and have no
-            slot.
+            int32 [P, 4], near: the numbers of neurons that were loaded, were retained, were wanted,
+            and have no slot.
         """
         self._migrate_to_device()
         plan = self._plan(self._cache_index, reached_N, device_name=self._device_name)
@@ -188,7 +185,8 @@ class SparseOnDevice(SparseStrategy):
             )
             buffer = self._buffers[precision]
             fill_and_add(out_BH, x_BH, buffer, missing, self._rank.store.activation)
-        return plan.skip_in_base_N, plan.counts_P4
+        counts_P4: torch.Tensor = plan.counts_P4
+        return counts_P4
 
     def _add_stats(
         self, stats_P4: torch.Tensor, seconds: float, num_tokens: int, is_warm: bool

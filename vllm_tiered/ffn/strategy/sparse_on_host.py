@@ -6,8 +6,6 @@
 B tokens, H hidden, N neurons of the layer.
 """
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_tiered.ffn.cache.layer_cache import LayerPlan
@@ -33,8 +31,7 @@ class SparseOnHost(SparseStrategy):
         """Compute the step as :meth:`Strategy.compute`; wait for the scores."""
         rank, index, num_tokens = self._rank, self._index, len(x_BH)
         begin = rank.clock.now()
-        base_BN = self._base_activations(x_BH)
-        selection, prefetched = self._select(x_BH, base_BN)
+        selection, prefetched = self._select(x_BH)
         if not self._fits(selection):
             return None
         wanted = {p: selection.neurons_in(p) for p in self._cache.caches}
@@ -43,8 +40,7 @@ class SparseOnHost(SparseStrategy):
         if rank.cost_model.prefers_dense(index, missing, multiplied, num_tokens):
             return None
         out_BH = empty_output(x_BH)
-        skip_in_base_N = self._load_and_multiply(out_BH, x_BH, plan, selection, prefetched)
-        self._add_base(out_BH, base_BN, skip_in_base_N)
+        self._load_and_multiply(out_BH, x_BH, plan, prefetched)
         rank.clock.measure(
             begin,
             lambda seconds: rank.cost_model.add_sparse(
@@ -53,15 +49,13 @@ class SparseOnHost(SparseStrategy):
         )
         return out_BH
 
-    def predict_next(self, x_BH: torch.Tensor) -> torch.Tensor | None:
+    def predict_next(self, x_BH: torch.Tensor) -> torch.Tensor:
         """Return this layer's encoded scores, predicted from an earlier layer's input ``x_BH``.
 
-        Layers change the hidden state little (Deja Vu, 4.3), and the input is normalised. The
-        result is None without a predictor. Copy it to the host and pass it to :meth:`decode`.
+        Layers change the hidden state little (Deja Vu, 4.3), and the input is normalised. Copy the
+        result to the host and pass it to :meth:`decode`.
         """
-        if self._resources.predictor is None:
-            return None
-        return self._selector.encode(self._resources.predictor.scores(x_BH))
+        return self._selector.encode(self._predictor.scores(x_BH))
 
     def decode(self, encoded: torch.Tensor) -> Selection:
         """Return the selection from the result of :meth:`predict_next`, copied to the host."""
@@ -73,19 +67,16 @@ class SparseOnHost(SparseStrategy):
         missing = {p: one.missing(selection.neurons_in(p)) for p, one in caches.items()}
         self._rank.backend.prefetch(self._index, missing)
 
-    def _select(
-        self, x_BH: torch.Tensor, base_BN: torch.Tensor | None
-    ) -> tuple[Selection, Selection | None]:
+    def _select(self, x_BH: torch.Tensor) -> tuple[Selection, Selection | None]:
         """Return this step's selection, and the prediction of the later layer's; None without one.
 
         One copy brings both sets of scores to the host.
         """
-        own = self._selector.encode(self._scores(x_BH, base_BN))
+        own = self._selector.encode(self._predictor.scores(x_BH))
         target = self.prefetch_target
-        later = None if target is None else target.predict_next(x_BH)
-        if target is None or later is None:
+        if target is None:
             return self._selector.decode(self._rank.mailbox.d2h([own])[0]), None
-        own, later = self._rank.mailbox.d2h([own, later])
+        own, later = self._rank.mailbox.d2h([own, target.predict_next(x_BH)])
         return self._selector.decode(own), target.decode(later)
 
     def _fits(self, selection: Selection) -> bool:
@@ -100,23 +91,16 @@ class SparseOnHost(SparseStrategy):
         out_BH: torch.Tensor,
         x_BH: torch.Tensor,
         plan: LayerPlan,
-        selection: Selection,
         prefetched: Selection | None,
-    ) -> torch.Tensor | None:
-        """Commit and execute the plan, and add the near neurons' output to ``out_BH``.
-
-        Returns:
-            bool [N], near: neurons whose 4-bit activations are not used; None without a base.
-        """
+    ) -> None:
+        """Commit and execute the plan, and add the near neurons' output to ``out_BH``."""
         stats = self._resources.stats
         stats.sparse_steps += 1
         stats.hits += plan.hits
         stats.misses += plan.num_loads
         self._cache.commit(plan)
         try:
-            skip_in_base_N = self._resources.loader.execute(
-                plan, None if self._base is None else self._skip_in_base(selection)
-            )
+            self._resources.loader.execute(plan)
             if self.prefetch_target is not None and prefetched is not None:
                 self.prefetch_target.prefetch(prefetched)
             for precision, num_slots in self._cache.num_resident.items():
@@ -126,14 +110,3 @@ class SparseOnHost(SparseStrategy):
             # emptied.
             self._cache.clear()
             raise
-        return skip_in_base_N
-
-    def _skip_in_base(self, selection: Selection) -> npt.NDArray[np.bool_]:
-        """Return bool [N]: the neurons that are near in a better precision or not selected."""
-        skip_in_base = np.zeros(self._rank.store.shape.neurons, dtype=np.bool_)
-        if selection.num_neurons < len(skip_in_base):
-            skip_in_base[:] = True
-            skip_in_base[selection.int4] = False
-        for cache in self._cache.caches.values():
-            skip_in_base[cache.resident()] = True
-        return skip_in_base

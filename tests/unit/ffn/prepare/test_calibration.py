@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from tests.fixtures.tiny_models import LAYERS, tiny_model, tiny_tokenizer
+from vllm_tiered.config import FfnConfig
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.ffn.open import missing_share, perplexities
+from vllm_tiered.ffn.open import (
+    active_shares,
+    held_shares,
+    load_predictors,
+    missing_share,
+    perplexities,
+)
 from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.calibration import Calibration
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.prepare.pipeline import prepare
@@ -60,26 +68,30 @@ def calibration(text):
     return Calibration(text=text, num_tokens=1200, search_tokens=64, train=train)
 
 
-def test_low_rank(model, text, tmp_path):
+@pytest.mark.parametrize("kind", ["gate", "low_rank"])
+def test_calibrated(model, kind, text, tmp_path):
     out = tmp_path / "store"
-    assert prepare(model, out, group=16, predictor="low_rank", calibration=calibration(text))
+    assert prepare(model, out, group=16, predictor=kind, calibration=calibration(text))
     store = NeuronStore.open(out)
     fingerprint = Checkpoint(model).fingerprint
-    overlaps = []
+    overlaps, shares = [], []
     for layer in range(LAYERS):
-        path = store.file(predictor_name(layer))
+        path = store.file(predictor_name(kind, layer))
         predictor = load_predictor(path, fingerprint, first_neuron=16, num_neurons=32)
         scores = predictor.scores(torch.randn(2, 32))
         assert scores.shape == (2, 32)
         assert scores.isfinite().all()
-        assert read_header(path)["report"]["rank"] in (4, 8)
+        report = read_header(path)["report"]
+        assert report.get("rank") in ((4, 8) if kind == "low_rank" else (None,))
+        assert 0 < report["predicted_share"] < 1 and report["recall"] > 0.5
+        shares.append(report["predicted_share"])
         found = json.loads(store.file(statistics_name(layer)).read_text())
         assert 0 < found["active_share"] < 1
         assert found["num_tokens"] == 1200
         overlaps.append(found["overlap"])
     assert missing_share(store) == pytest.approx(1 - sum(overlaps) / LAYERS)
     mix = json.loads(store.file(MIX_FILE).read_text())
-    assert mix["ranked_by"] == "low_rank"
+    assert mix["ranked_by"] == kind
     tried = {tuple(candidate["mix"]): candidate["entropy"] for candidate in mix["candidates"]}
     assert min(tried, key=tried.__getitem__) == tuple(mix["mix"])
     assert all(candidate["bits"] <= 16 for candidate in mix["candidates"])  # half of float32's
@@ -87,9 +99,16 @@ def test_low_rank(model, text, tmp_path):
     assert list(plain) == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     assert len({*plain.values()}) == 3, "each precision was computed"
     assert plain.items() <= perplexities(store).items()
+    assert active_shares(store) == held_shares(store, FfnConfig(store=str(out))) == shares
+    held = held_shares(store, FfnConfig(store=str(out), cache="window", window=6))
+    for layer, (share, more) in enumerate(zip(shares, held, strict=True)):
+        found = json.loads(store.file(statistics_name(layer)).read_text())
+        # Between the windows of 5 and 8 tokens that are known.
+        of_window = found["window"]["5"] * 2 / 3 + found["window"]["8"] / 3
+        assert more == pytest.approx(min(1, share * of_window / found["active_share"]))
     store.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "store"]
-    assert not prepare(model, out, group=16, predictor="low_rank", calibration=calibration(text))
+    assert not prepare(model, out, group=16, predictor=kind, calibration=calibration(text))
 
 
 def test_a_model_of_few_positions(text, tmp_path):
@@ -134,11 +153,17 @@ def test_other_text_is_recorded_again(model, text, tmp_path):
     assert again.done["recording"] == 1
 
 
-def test_base4_is_not_watched_unless_asked_for(model, tmp_path):
+def test_a_gate_is_not_measured_unless_asked_for(model, tmp_path):
     prepare(model, tmp_path / "store", group=16)
     store = NeuronStore.open(tmp_path / "store")
     with pytest.raises(ConfigError, match=MIX_FILE):
         store.file(MIX_FILE)
+    assert active_shares(store) == [1.0] * LAYERS and missing_share(store) is None
+    (predictor, *others) = load_predictors(store)
+    weights = Checkpoint(model).layer(0)
+    expected = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    x = torch.randn(2, 32)
+    assert torch.equal(predictor.scores(x), expected.scores(x)) and len(others) == LAYERS - 1
     store.close()
 
 

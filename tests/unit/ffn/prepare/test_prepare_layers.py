@@ -11,7 +11,7 @@ from tests.fixtures.tiny_models import KINDS, LAYERS, NEURONS, tiny_model, tiny_
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
-from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn, by_base4
+from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn, by_gate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.record import (
     num_recorded,
@@ -107,7 +107,7 @@ def test_a_mix_by_definition(tmp_path, kind):
                 for n in ranked[index * 16 : (index + 1) * 16].tolist():
                     rows = copies.rows_NMH[precision][n]
                     if kind == "llama":
-                        a = torch.nn.functional.silu(rows[0] @ x[token]) * (rows[1] @ x[token])
+                        a = torch.relu(rows[0] @ x[token]) * (rows[1] @ x[token])
                     else:
                         assert weights.up_bias_N is not None
                         a = torch.relu(rows[0] @ x[token] + weights.up_bias_N[n])
@@ -118,41 +118,21 @@ def test_a_mix_by_definition(tmp_path, kind):
     assert ffn.num_computed == [5 * 16] * 3
 
 
-def output_error(scores_BN, copies, x_BH):
-    """Return the mean absolute error of a layer's output if scores choose the precisions."""
-    mixed = MixedFfn(copies, Mix(full=0.25, int8=0.25, int4=0.5), lambda _: scores_BN)
-    return (mixed(x_BH) - MixedFfn(copies, ALL)(x_BH)).abs().mean().item()
-
-
-def test_base4_ranks_better_than_chance_and_reversal():
-    """Compares errors of the FFN's output, summed over 20 single tokens."""
-    torch.manual_seed(0)
-    rows = torch.randn(96, 3, 128) / 128**0.5
-    groups = {Precision.INT8: None, Precision.INT4: 32}
-    copies = Copies.of(FfnWeights(rows, None, None, "silu"), groups)
-    score, threshold = by_base4(0, copies)
-    assert threshold is None
-    with_base4 = with_chance = with_reversal = 0.0
-    for _ in range(20):
-        x = torch.randn(1, 128)
-        scores = score(x)
-        with_base4 += output_error(scores, copies, x)
-        with_chance += output_error(torch.rand_like(scores), copies, x)
-        with_reversal += output_error(-scores, copies, x)
-    print(f"errors {with_base4=} {with_chance=} {with_reversal=}")
-    assert with_base4 < 0.7 * with_chance
-    assert with_chance < with_reversal
-
-
-def test_base4_leaves_out_neurons_that_are_inactive_in_4_bit():
+def test_a_gate_leaves_out_neurons_that_are_inactive_in_4_bit():
     torch.manual_seed(0)
     copies = Copies.of(FfnWeights(torch.randn(64, 2, 32), None, None, "relu"), GROUPS)
     x = torch.randn(1, 32)
-    score, threshold = by_base4(0, copies)
+    score, threshold = by_gate(0, copies)
     chosen = select(score(x), ALL, threshold).full
-    active_N = copies.activations(x, Precision.INT4)[0] > 0
+    active_N = copies.activations(x, Precision.FULL)[0] > 0
     assert 0 < len(chosen) < 64
-    assert chosen.tolist() == active_N.nonzero().flatten().tolist()
+    # Signs that differ are those of neurons near 0.
+    is_chosen_N = torch.zeros(64, dtype=torch.bool)
+    is_chosen_N[torch.from_numpy(chosen)] = True
+    wrong_N = is_chosen_N != active_N
+    first_N = (x @ copies.weights.rows_NMH[:, 0].T)[0].abs()
+    assert wrong_N.sum() <= 6
+    assert (first_N[wrong_N] < 0.25 * first_N.mean()).all()
 
 
 def test_recorded_inputs_reproduce_the_ffns_outputs(tmp_path):

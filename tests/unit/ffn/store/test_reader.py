@@ -26,7 +26,6 @@ from tests.fixtures.neuron_stores import (
     down_bias,
     ids,
     up_bias,
-    weights,
     written,
 )
 from vllm_tiered.errors import ConfigError
@@ -102,8 +101,6 @@ def test_a_stores_description(stores, name):
     for layer in range(shape.num_layers):
         for precision in Precision:
             assert torch.equal(store.scales(layer, precision), bundles(shape, layer, precision)[1])
-        norms = torch.linalg.vector_norm(weights(shape, layer)[:, -1].float(), dim=1)
-        torch.testing.assert_close(store.down_norms(layer), norms)
         biases = store.up_bias(layer), store.down_bias(layer)
         if shape.gated:
             assert biases == (None, None)
@@ -131,7 +128,7 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
     shape = SHAPES[name]
     cuts = [shape.neurons * rank // num_ranks for rank in range(num_ranks + 1)]
     for precision in Precision:
-        parts, scales, norms = [], [], []
+        parts, scales = [], []
         for first, end in pairwise(cuts):
             with NeuronStore.open(folders[name], None, first, end - first) as store:
                 assert store.shape.neurons == end - first
@@ -140,7 +137,6 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
                 store.read(1, precision, neurons, into, neurons)
                 parts.append(into)
                 scales.append(store.scales(1, precision))
-                norms.append(store.down_norms(1))
                 if not shape.gated:
                     bias, all_of_it = store.up_bias(1), store.down_bias(1)
                     assert bias is not None and all_of_it is not None
@@ -149,7 +145,6 @@ def test_shards_together_are_the_model(folders, name, num_ranks):
         expected, expected_scales = bundles(shape, 1, precision)
         assert torch.equal(torch.cat(parts), expected)
         assert torch.equal(torch.cat(scales), expected_scales)
-        assert torch.cat(norms).shape == (shape.neurons,)
 
 
 def test_neighbours_travel_together(stores):

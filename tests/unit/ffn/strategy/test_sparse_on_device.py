@@ -133,7 +133,8 @@ def test_statistics_of_steps_without_the_host(monkeypatch, ffn, num_tokens):
     monkeypatch.setattr(DenseSparseCostModel, "prefers_dense", prefers_dense)
     # Slots for half of the neurons that are wanted in full precision.
     plan = replace(mixed(ffn, (0.25, 0.25, 0)), num_far_layers=shape.num_layers)
-    plan = replace(plan, cache_slots={Precision.FULL: 12, Precision.INT8: 48})
+    slots = {Precision.FULL: 12, Precision.INT8: 48}
+    plan = replace(plan, cache_slots=[slots] * shape.num_layers)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     with rig.torch:
         runtime = rig.runtime(plan, predictors)
@@ -176,7 +177,7 @@ def test_neurons_count_as_the_last_tokens_after_their_index_migrated(monkeypatch
     DeferredGpu(monkeypatch, rig.torch)
     shape, mix = ffn.shape, (0.15, 0, 0)
     plan = replace(mixed(ffn, mix), num_far_layers=shape.num_layers)
-    plan = replace(plan, cache_slots={Precision.FULL: 80})
+    plan = replace(plan, cache_slots=[{Precision.FULL: 80}] * shape.num_layers)
     predictors = [ScriptedNear(shape.neurons) for _ in range(shape.num_layers)]
     expected = WindowCache(80, shape.neurons, 3)
     owned_before = False

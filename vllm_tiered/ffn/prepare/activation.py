@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions of FFNs, by their names in checkpoints."""
+"""Activation functions of FFNs, by their names in checkpoints.
+
+A neuron store has ReLU alone; the others are for models that are compared with it.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +15,6 @@ from vllm_tiered.errors import UnsupportedError
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
-    "swish": F.silu,
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -28,6 +30,6 @@ def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if name not in _FUNCTIONS:
         raise UnsupportedError(
             f"activation {name!r} of the model's feed-forward networks: expected one of"
-            f" {', '.join(_FUNCTIONS)}; leave tiered.ffn.store out"
+            f" {', '.join(_FUNCTIONS)}"
         )
     return _FUNCTIONS[name]
