@@ -131,7 +131,7 @@ def _masks(model: LayerwiseModel, folder: Path, layer: int, *, is_predicted: boo
     with model.layer(layer) as module:
         gate_NH = ffn_weights(module, model.activation).rows_NMH[:, 0].float()
     if is_predicted:
-        gate = Gate.of(gate_NH)
+        gate = Gate.of(gate_NH[:, None])
         is_named: torch.Tensor = gate.scores(x_TH.float()) >= gate.threshold
         return is_named.numpy()
     is_active: torch.Tensor = x_TH.float() @ gate_NH.T > 0

@@ -42,7 +42,7 @@ class Relufying:
         steps: steps of ``batch`` pieces of ``tokens`` tokens.
         hidden_weight: weight of the layers' outputs in the loss, beside that of the distribution.
         penalty: weight of the penalty on active neurons in the end.
-        penalty_steps: steps in which it grows from 0.
+        penalty_share: share of the steps in which it grows from 0.
     """
 
     steps: int = 600
@@ -51,7 +51,7 @@ class Relufying:
     learning_rate: float = 3e-4
     hidden_weight: float = 1.0
     penalty: float = 0.05
-    penalty_steps: int = 300
+    penalty_share: float = 0.5
     seed: int = 0
 
 
@@ -176,7 +176,8 @@ def _train(settings: Relufying, staging: Path, kept: Path) -> None:
         record, seconds = state["record"], state["seconds"]
     began = time.monotonic() - seconds
     for step in range(len(record), settings.steps):
-        penalty = settings.penalty * min(1.0, step / max(1, settings.penalty_steps))
+        growing = max(1.0, settings.penalty_share * settings.steps)
+        penalty = settings.penalty * min(1.0, step / growing)
         loss, parts = student.loss_of(pieces[step], settings.hidden_weight, penalty)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(learned, 1.0)

@@ -12,7 +12,7 @@ from benchmarks.inputs import relufied_model
 from benchmarks.inputs.relufied_model import Relufying, Student, relufied_model_dir
 from tests.fixtures.tiny_models import VOCABULARY, tiny_model
 
-SMALL = Relufying(steps=40, batch=2, tokens=24, learning_rate=3e-3, penalty_steps=20)
+SMALL = Relufying(steps=40, batch=2, tokens=24, learning_rate=3e-3)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on(original, tmp_path, monkeypatch):
 def test_the_penalty_makes_fewer_neurons_active(original, tmp_path):
     shares = []
     for penalty in (0.0, 2.0):
-        of = replace(SMALL, penalty=penalty, penalty_steps=1)
+        of = replace(SMALL, penalty=penalty, penalty_share=1 / 40)
         folder = relufied_model_dir(of, tmp_path / "cache")
         steps = json.loads((folder / "training.json").read_text())["steps"]
         shares.append(sum(one["active_share"] for one in steps[-5:]) / 5)

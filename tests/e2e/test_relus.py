@@ -144,10 +144,11 @@ def test_the_planner_knows_its_shape(tmp_path, monkeypatch):
     assert found.sublayers == built_shape(model_path("llama3")).sublayers
 
 
-def test_neurons_from_a_store_give_the_same_tokens(tmp_path):
-    store = tmp_path / "store"
-    prepare(Path(model_path("llama3-relu")), store, dtype=torch.float32)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_neurons_from_a_store_give_the_same_tokens(tmp_path, activation):
+    model, store = f"llama3-{activation}", tmp_path / "store"
+    prepare(Path(model_path(model)), store, dtype=torch.float32)
     ffn = {"store": str(store), "exact": True, "far_gib": 0}
-    found = run("llama3-relu", PROMPTS, KV_OFF, ffn=ffn, max_tokens=MAX_TOKENS)
-    assert found.tokens == expected("llama3", "relu")
+    found = run(model, PROMPTS, KV_OFF, ffn=ffn, max_tokens=MAX_TOKENS)
+    assert found.tokens == expected("llama3", activation)
     assert found.manifest["ffn"]["cache_rows"] == {"full": [0] * 3}, "all are streamed"

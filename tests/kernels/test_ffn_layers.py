@@ -182,7 +182,7 @@ def test_neurons_without_a_slot_are_multiplied(monkeypatch, ffn, tiers, device) 
 
 def test_a_gate_in_4_bit_selects(ffn, tiers, device) -> None:
     """All neurons whose gate (or fc1) is positive in 4 bit, and they alone."""
-    gates = [Gate.of(ffn.weights[layer][:, 0], ffn.up_bias[layer]) for layer in range(2)]
+    gates = [Gate.of(ffn.weights[layer], ffn.up_bias[layer]) for layer in range(2)]
     plan = mixed(ffn, (1, 0, 0), far_bytes=2 << 20)
     runtime = FfnRuntime(ffn.open(), plan, tiers, gates, near_device=device)
     for step in range(4):

@@ -134,6 +134,9 @@ def missing_of(bundles: Bundles) -> Missing:
     )
 
 
+RELU = (0.0, False)
+
+
 def ffn_calls() -> Iterator[Callable[[], object]]:
     """Yield all FFN calls of a bfloat16 model in decode.
 
@@ -141,22 +144,22 @@ def ffn_calls() -> Iterator[Callable[[], object]]:
     """
     for codec in ("bfloat16", "int8", "int4"):
         for gated in (True, False):
-            bundles, activation = bundles_of(codec, gated=gated), "silu" if gated else "relu"
+            bundles = bundles_of(codec, gated=gated)
             for num_tokens in (1, 2 if codec == "int4" else 4, 64):
                 x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
-                yield partial(neuron_ffn.compute_ffn, x_BH, bundles, 512, activation)
+                yield partial(neuron_ffn.compute_ffn, x_BH, bundles, 512, RELU)
     ids, counts = torch.empty(64, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
     for codec in ("bfloat16", "int8", "int4"):
         for gated in (True, False):
-            bundles, activation = bundles_of(codec, gated=gated), "silu" if gated else "relu"
+            bundles = bundles_of(codec, gated=gated)
             missing = missing_of(bundles)
             for num_tokens in (1, 2 if codec == "int4" else 4):
                 x_BH = torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16)
-                given = x_BH, bundles, missing, ids, counts, activation
+                given = x_BH, bundles, missing, ids, counts, RELU
                 yield partial(neuron_ffn.load_and_compute, *given)
     x_BH = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
     bundles, a_Bn = bundles_of("int4", gated=True), torch.empty(1, 512)
-    yield partial(neuron_ffn.compute_activations, x_BH, bundles, 512, "silu")
+    yield partial(neuron_ffn.compute_activations, x_BH, bundles, 512, RELU)
     yield partial(neuron_ffn.add_down_projection, torch.empty(1, HIDDEN), a_Bn, bundles, 512)
 
 

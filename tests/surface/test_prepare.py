@@ -258,6 +258,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda f: edit(f, quantization_config={"bits": 4}), "is quantised"),
         (lambda f: edit(f, hidden_act="mish"), "hidden_act is 'mish'"),
         (lambda f: edit(f, hidden_act="silu"), "hidden_act is 'silu'. A neuron store is for relu"),
+        (lambda f: edit(f, hidden_act="fatrelu"), "hidden_act_param is None, not a threshold"),
+        (lambda f: edit(f, hidden_act="fatrelu", hidden_act_param=-1), "is -1, not a threshold"),
         (lambda f: edit(f, intermediate_size=None), "intermediate_size is None"),
         (lambda f: edit(f, intermediate_size=97), "they are not of one model"),
         (lambda f: edit(f, num_hidden_layers=4), "lacks model.layers.3.mlp.gate_proj.weight"),

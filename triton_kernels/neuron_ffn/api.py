@@ -11,14 +11,17 @@ import torch
 
 from vllm_tiered.kernels import tuned
 from vllm_tiered.kernels.neuron_ffn import batch, few_tokens
-from vllm_tiered.kernels.neuron_ffn.bundles import ACTIVATIONS, Bundles, Missing
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing, Relu
+
+_ANY: Relu = (0.0, False)
+"""Where activations are given."""
 
 
 def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     num_slots: int,
-    activation: str,
+    relu: Relu,
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
@@ -26,19 +29,19 @@ def compute_activations(
 
     Args:
         x_BH: any float type; each row contiguous.
-        activation: one of ``ACTIVATIONS``.
+        relu: what the gate (or fc1) has to exceed, and whether up has a ReLU too.
         device_name: the GPU whose launch parameters are used.
     """
-    _check(x_BH, bundles, num_slots, activation)
+    _check(x_BH, bundles, num_slots)
     a_Bn = x_BH.new_empty((len(x_BH), num_slots), dtype=torch.float32)
     if not a_Bn.numel():
         return a_Bn
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(x_BH), parameters):
-        batch.compute_activations(x_BH, bundles, a_Bn, activation, parameters)
+        batch.compute_activations(x_BH, bundles, a_Bn, relu, parameters)
         return a_Bn
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), activation, parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), relu, parameters)
         launch.run(x_BH[tokens], a_Bn[tokens], None)
     return a_Bn
 
@@ -70,7 +73,7 @@ def add_down_projection(
         batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=True)
         return
     for tokens in _few(len(a_Bn), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), "relu", parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(a_Bn[tokens]), _ANY, parameters)
         launch.multiply(None, a_Bn[tokens], out_BH[tokens], adds=True)
 
 
@@ -78,7 +81,7 @@ def compute_ffn(
     x_BH: torch.Tensor,
     bundles: Bundles,
     num_slots: int,
-    activation: str,
+    relu: Relu,
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
@@ -86,18 +89,18 @@ def compute_ffn(
 
     The arguments are those of :func:`compute_activations`.
     """
-    _check(x_BH, bundles, num_slots, activation)
+    _check(x_BH, bundles, num_slots)
     assert bundles.has_down
     out_BH = x_BH.new_zeros((len(x_BH), bundles.hidden), dtype=torch.float32)
     if not len(x_BH) or not num_slots:
         return out_BH
     parameters = tuned.parameters("neuron_ffn", device_name)
     if _is_batch(bundles, len(x_BH), parameters):
-        a_Bn = compute_activations(x_BH, bundles, num_slots, activation, device_name=device_name)
+        a_Bn = compute_activations(x_BH, bundles, num_slots, relu, device_name=device_name)
         batch.add_down_projection(out_BH, a_Bn, bundles, parameters, adds=False)
         return out_BH
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
-        launch = few_tokens.Launch(bundles, num_slots, len(out_BH[tokens]), activation, parameters)
+        launch = few_tokens.Launch(bundles, num_slots, len(out_BH[tokens]), relu, parameters)
         launch.multiply(x_BH[tokens], None, out_BH[tokens], adds=False)
     return out_BH
 
@@ -114,7 +117,7 @@ def load_and_compute(
     missing: Missing,
     present_slot_ids: torch.Tensor,
     counts: torch.Tensor,
-    activation: str,
+    relu: Relu,
     *,
     device_name: str | None = None,
 ) -> torch.Tensor:
@@ -130,12 +133,12 @@ def load_and_compute(
         present_slot_ids: int64, slots of ``bundles``.
         counts: int32 [2], numbers of valid entries at the start of ``missing`` and of
             ``present_slot_ids``; read on the device.
-        activation: one of ``ACTIVATIONS``.
+        relu: what the gate (or fc1) has to exceed, and whether up has a ReLU too.
 
     Returns:
         float32 [B, H]. The order of the sums follows the two lists.
     """
-    _check(x_BH, bundles, 0, activation)
+    _check(x_BH, bundles, 0)
     assert counts.dtype == torch.int32 and counts.shape == (2,) and counts.is_contiguous()
     assert present_slot_ids.dtype == torch.int64 and present_slot_ids.is_contiguous()
     assert (missing.scales is None) == (bundles.scales is None)
@@ -145,7 +148,7 @@ def load_and_compute(
     most_neurons = max(1, len(missing.slot_ids) + len(present_slot_ids))
     for tokens in _few(len(x_BH), few_tokens.most_tokens(bundles, parameters)):
         launch = few_tokens.Launch(
-            bundles, most_neurons, len(out_BH[tokens]), activation, parameters, missing
+            bundles, most_neurons, len(out_BH[tokens]), relu, parameters, missing
         )
         launch.multiply(
             x_BH[tokens],
@@ -159,10 +162,9 @@ def load_and_compute(
     return out_BH
 
 
-def _check(x_BH: torch.Tensor, bundles: Bundles, num_slots: int, activation: str) -> None:
+def _check(x_BH: torch.Tensor, bundles: Bundles, num_slots: int) -> None:
     assert x_BH.ndim == 2 and x_BH.shape[1] == bundles.hidden and x_BH.stride(1) == 1
     assert x_BH.is_floating_point() and num_slots <= len(bundles.slots)
-    assert activation in ACTIVATIONS, activation
 
 
 def _is_batch(bundles: Bundles, num_tokens: int, parameters: Mapping[str, int]) -> bool:

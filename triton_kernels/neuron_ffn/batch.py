@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from vllm_tiered.kernels.neuron_ffn.batch_kernel import batch_activations_kernel, batch_down_kernel
-from vllm_tiered.kernels.neuron_ffn.bundles import Bundles
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Relu
 from vllm_tiered.kernels.neuron_ffn.few_tokens import power_of_two, reduce_partial_sums
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -19,7 +19,7 @@ def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     a_Bn: torch.Tensor,
-    activation: str,
+    relu: Relu,
     parameters: Mapping[str, int],
 ) -> None:
     """Compute the activations of the first n slots into ``a_Bn``.
@@ -42,8 +42,9 @@ def compute_activations(
         x_BH.stride(0),
         codes.stride(0),
         a_Bn.stride(0),
+        relu[0],
         HAS_BIAS=bundles.up_bias is not None and not bundles.gated,
-        ACTIVATION=activation,
+        BOTH=relu[1],
         DOT=_DTYPES[x_BH.dtype if x_BH.dtype == dtype else torch.float32],
         **constants,
     )

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_tiered.kernels.matmul import matmul_add
-from vllm_tiered.kernels.neuron_ffn.codecs import activate, decode
+from vllm_tiered.kernels.neuron_ffn.codecs import above, decode
 from vllm_tiered.kernels.variants import Variant
 
 
@@ -77,13 +77,14 @@ def batch_activations_kernel(
     x_stride,
     slot_stride,
     a_stride,
+    threshold,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GATED: tl.constexpr,
     CODEC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    BOTH: tl.constexpr,
     DOT: tl.constexpr,
     TOKENS: tl.constexpr,
     NEURONS: tl.constexpr,
@@ -129,11 +130,13 @@ def batch_activations_kernel(
         if GATED:
             gate *= tl.load(gate_scales, mask=is_neuron, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        a = activate(gate, ACTIVATION) * up
+        if BOTH:
+            up = above(up, 0.0)
+        a = above(gate, threshold) * up
     else:
         if HAS_BIAS:
             up += tl.load(up_bias_n + slot, mask=is_neuron, other=0.0)[:, None]
-        a = activate(up, ACTIVATION)
+        a = above(up, threshold)
     tl.store(
         a_Bn + (token * a_stride)[None, :] + slot[:, None],
         a,
@@ -248,11 +251,11 @@ def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant
         Variant(
             name=f"neuron_ffn.batch_activations.{name}",
             kernel=batch_activations_kernel,
-            signature=activations,
+            signature=activations | {"threshold": "fp32"},
             constants=shape
             | missing
             | ({"up_bias_n": None} if gated else {})
-            | {"HAS_BIAS": not gated, "ACTIVATION": "silu" if gated else "relu"},
+            | {"HAS_BIAS": not gated, "BOTH": False},
             aligned=(*(activations.keys() - numbers.keys()), "slot_stride"),
             num_warps=8,
         ),

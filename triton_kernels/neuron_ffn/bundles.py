@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4")
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+
+Relu = tuple[float, bool]
+"""What the gate (or fc1) has to exceed, and whether up has a ReLU too."""
 
 _CODES = {
     "float32": torch.int32,

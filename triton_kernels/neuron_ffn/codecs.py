@@ -45,25 +45,9 @@ def decoded_unit(place, is_high, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, small, 1.0) / (1 + small)
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """Apply the activation function; NaN inputs give NaN."""
-    if ACTIVATION == "relu":
-        found = tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "silu":
-        found = x * _sigmoid(x)
-    elif ACTIVATION == "gelu":
-        found = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(ACTIVATION == "gelu_tanh")
-        # x / 2 (1 + tanh y) = x sigmoid 2y
-        found = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return found
+def above(x, threshold):
+    """Return x where it exceeds the threshold, else 0; NaN stays NaN."""
+    return tl.where(x <= threshold, 0.0, x)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing, Relu
 from vllm_tiered.kernels.neuron_ffn.codecs import reduce_kernel
 from vllm_tiered.kernels.neuron_ffn.few_tokens_kernel import few_tokens_kernel
 
@@ -47,7 +47,7 @@ class Launch:
         bundles: Bundles,
         num_neurons: int,
         num_tokens: int,
-        activation: str,
+        relu: Relu,
         parameters: Mapping[str, int],
         missing: Missing | None = None,
     ) -> None:
@@ -78,6 +78,7 @@ class Launch:
         self._missing = missing
         self._num_neurons = num_neurons
         self._num_tokens = num_tokens
+        self._threshold = relu[0]
         self._num_programs = min(parameters["num_programs"], -(-num_neurons // tile_neurons))
         self.constants = dict(
             HIDDEN=bundles.hidden,
@@ -85,7 +86,7 @@ class Launch:
             GATED=bundles.gated,
             CODEC=bundles.codec,
             HAS_BIAS=bundles.up_bias is not None and not bundles.gated,
-            ACTIVATION=activation,
+            BOTH=relu[1],
             FILLS=missing is not None,
             TOKENS=tokens,
             NEURONS=tile_neurons,
@@ -154,6 +155,7 @@ class Launch:
             words.stride(0),
             0 if far is None else far.stride(0),
             0 if a_Bn is None else a_Bn.stride(0),
+            self._threshold,
             ACTIVATES=x_BH is not None,
             MULTIPLIES=parts is not None,
             **self.constants,

@@ -34,7 +34,7 @@ instructions for 4 bit would help most.
 import triton
 import triton.language as tl
 
-from vllm_tiered.kernels.neuron_ffn.codecs import activate, decode, decoded_unit, reduce_kernel
+from vllm_tiered.kernels.neuron_ffn.codecs import above, decode, decoded_unit, reduce_kernel
 from vllm_tiered.kernels.variants import Variant
 
 
@@ -112,12 +112,13 @@ def few_tokens_kernel(
     slot_stride,
     slab_stride,
     a_stride,
+    threshold,
     HIDDEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GATED: tl.constexpr,
     CODEC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    BOTH: tl.constexpr,
     ACTIVATES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
     FILLS: tl.constexpr,
@@ -133,7 +134,8 @@ def few_tokens_kernel(
     """Compute activations, the down projection, or both, over the neurons of the program's tiles.
 
     With ACTIVATES, activations are computed from x; otherwise they are read from ``a_Bn``. With
-    MULTIPLIES, the down projection is computed; otherwise activations are written to ``a_Bn``.
+    MULTIPLIES, the down projection is computed; otherwise activations are written to ``a_Bn``. The
+    gate (or fc1) has to exceed ``threshold``; with BOTH, up has a ReLU too.
 
     NEURONS is the number of neurons in a tile. Strides of slots and of the slab are in words.
     ``are_slots_filled`` is 1 for later tokens of a batch, because the launch for the first tokens
@@ -223,8 +225,11 @@ def few_tokens_kernel(
                     begin, into, scales, first_scale, into_scales, 0, word, feature, is_read,
                     is_kept, HIDDEN, WORDS, NUM_GROUPS, FILLS,
                 )  # fmt: skip
-                a = activate(_dot(gate, gate_scales, x, place, half, CODEC), ACTIVATION)
-                a *= _dot(up, up_scales, x, place, half, CODEC)
+                a = above(_dot(gate, gate_scales, x, place, half, CODEC), threshold)
+                of_up = _dot(up, up_scales, x, place, half, CODEC)
+                if BOTH:
+                    of_up = above(of_up, 0.0)
+                a *= of_up
             else:
                 a = _dot(up, up_scales, x, place, half, CODEC)
                 if HAS_BIAS:
@@ -235,7 +240,7 @@ def few_tokens_kernel(
                     if FILLS:
                         tl.store(up_bias_n + slot, biases, mask=is_kept)
                     a += biases
-                a = activate(a, ACTIVATION)
+                a = above(a, threshold)
         if MULTIPLIES:
             # Neurons that add nothing may hold any bits, including NaN.
             adds = tl.max((a != 0).to(tl.int32), axis=0, keep_dims=True) > 0
@@ -290,7 +295,7 @@ def _variant(
     return Variant(
         name=f"neuron_ffn.{name}",
         kernel=few_tokens_kernel,
-        signature=signature | dict.fromkeys(numbers, "i32"),
+        signature=signature | dict.fromkeys(numbers, "i32") | {"threshold": "fp32"},
         constants=dict.fromkeys(pointers.keys() - signature.keys())
         | {
             "HIDDEN": 4096,
@@ -298,7 +303,7 @@ def _variant(
             "GATED": gated,
             "CODEC": codec,
             "HAS_BIAS": not gated,
-            "ACTIVATION": "silu" if gated and activates else "relu",
+            "BOTH": False,
             "ACTIVATES": activates,
             "MULTIPLIES": multiplies,
             "FILLS": fills,

@@ -5,12 +5,10 @@ a_Bn    = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T +
 out_BH  = a_Bn down_nH
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing
+from vllm_tiered.kernels.neuron_ffn.bundles import Bundles, Missing, Relu
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,15 +32,18 @@ def compute_activations(
     x_BH: torch.Tensor,
     bundles: Bundles,
     slots: torch.Tensor,
-    activation: str,
+    relu: Relu,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Compute the activations of the given slots, [B, n]."""
     w_nMH, x_BH = dequantize(bundles, slots, dtype), x_BH.to(dtype)
-    act, up_Bn = _ACTIVATIONS[activation], x_BH @ w_nMH[:, -2].T
+    (threshold, is_both), first_Bn = relu, x_BH @ w_nMH[:, 0].T
     if bundles.gated:
-        return act(x_BH @ w_nMH[:, 0].T) * up_Bn
-    return act(up_Bn if bundles.up_bias is None else up_Bn + bundles.up_bias[slots].to(dtype))
+        up_Bn = x_BH @ w_nMH[:, 1].T
+        return F.threshold(first_Bn, threshold, 0.0) * (F.relu(up_Bn) if is_both else up_Bn)
+    if bundles.up_bias is not None:
+        first_Bn = first_Bn + bundles.up_bias[slots].to(dtype)
+    return F.threshold(first_Bn, threshold, 0.0)
 
 
 def down_projection(
@@ -57,12 +58,12 @@ def compute_ffn(
     x_BH: torch.Tensor,
     bundles: Bundles,
     slots: torch.Tensor,
-    activation: str,
+    relu: Relu,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Compute the FFN, [B, H]."""
     return down_projection(
-        compute_activations(x_BH, bundles, slots, activation, dtype), bundles, slots, dtype
+        compute_activations(x_BH, bundles, slots, relu, dtype), bundles, slots, dtype
     )
 
 
@@ -77,15 +78,3 @@ def load_missing(bundles: Bundles, missing: Missing) -> None:
         bundles.scales[slots] = missing.scales[neurons]
     if bundles.up_bias is not None and missing.up_bias is not None:
         bundles.up_bias[slots] = missing.up_bias[neurons]
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-}

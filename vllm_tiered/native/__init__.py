@@ -31,8 +31,6 @@ PAGE_ELEMENTS = ("float32", "bfloat16", "float16")
 PAGE_CODES = ("int8", "fp8")
 """Types of a near page's elements and of a far page's codes, by their numbers in narrow.h."""
 
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
-
 
 class Call(ctypes.Structure):
     """Arguments of a call, the same as `Call` in ffn.h, which describes the fields."""
@@ -51,8 +49,9 @@ class Call(ctypes.Structure):
         ("num_groups", ctypes.c_int64),
         ("num_tokens", ctypes.c_int64),
         ("codec", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
+        ("both", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+        ("threshold", ctypes.c_float),
     )
 
 

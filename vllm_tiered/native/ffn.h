@@ -2,7 +2,6 @@
 // The FFN's GEMM over the slots of a cache buffer, with the one function that Python calls.
 //
 // Each translation unit includes this once; there is one for each instruction set.
-#include <cmath>
 #include <cstddef>
 
 #include "gemm.h"
@@ -11,7 +10,6 @@
 namespace tiered {
 
 enum Codec : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
-enum Activation : int32_t { kRelu, kSilu, kGelu, kGeluTanh };
 
 // Arguments of a call. The fields are the same as in `Call` of native/__init__.py.
 struct Call {
@@ -22,26 +20,16 @@ struct Call {
     float* activations;       // [num_tokens, num_slots], written or read
     float* out;               // [num_tokens, hidden], added to; null: no down GEMM
     int64_t stride, num_slots, hidden, num_matrices, num_groups, num_tokens;
-    int32_t codec, activation, num_threads;
+    int32_t codec, both, num_threads;  // both: up has a ReLU too
+    float threshold;                   // what the gate (or fc1) has to exceed
 };
 
 constexpr int64_t kChunkSlots = 16;       // slots that a thread takes at a time
 constexpr int64_t kSegment = 1024;       // weights: sums of 4 tokens fit a core's L1 cache
 constexpr int64_t kPartBytes = 1 << 16;  // weights below which one more thread does not pay
 
-inline float activate(float x, int32_t activation) {
-    switch (activation) {
-        case kRelu:
-            return x > 0.0f ? x : (x != x ? x : 0.0f);
-        case kSilu:
-            return x / (1.0f + std::exp(-x));
-        case kGelu:
-            return 0.5f * x * (1.0f + std::erf(x * 0.70710678118654752f));
-        default:
-            return 0.5f * x *
-                   (1.0f + std::tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    }
-}
+// Keeps NaN.
+inline float above(float x, float threshold) { return x <= threshold ? 0.0f : x; }
 
 // Prefetches the next row. A processor reads ahead only within a page, and each row has its own page.
 inline void prefetch(const uint8_t* from) {
@@ -143,12 +131,14 @@ class Gemm {
             for (int t = 0; t < T; ++t) {
                 float* const into = call_.activations + (token + t) * call_.num_slots + begin + i;
                 const float first = sums[i * per_row * T + t];
-                if (per_row == 2)
-                    *into = activate(first, call_.activation) * sums[(i * per_row + 1) * T + t];
-                else
-                    *into = activate(
+                if (per_row == 2) {
+                    const float up = sums[(i * per_row + 1) * T + t];
+                    *into = above(first, call_.threshold) * (call_.both ? above(up, 0.0f) : up);
+                } else {
+                    *into = above(
                         call_.up_bias != nullptr ? first + call_.up_bias[begin + i] : first,
-                        call_.activation);
+                        call_.threshold);
+                }
             }
         return T;
     }

@@ -28,7 +28,7 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.model import demo_model_dir
-from vllm_tiered.ffn.prepare.activation import activation_function
+from vllm_tiered.ffn.activation import activate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 from vllm_tiered.weights.int4.rounding import MIDDLE, round_groups
@@ -96,8 +96,8 @@ class Layer:
 
     def activations(self, x_TH: torch.Tensor, of: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return [T, N] in a format."""
-        first_TN = activation_function(self.activation)(x_TH @ of[0].T)
-        return first_TN * (x_TH @ of[1].T) if len(of) == 3 else first_TN
+        up_TN = x_TH @ of[1].T if len(of) == 3 else None
+        return activate(self.activation, x_TH @ of[0].T, up_TN)
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the neurons' scores in the base, [T, N]."""

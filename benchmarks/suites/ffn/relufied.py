@@ -277,7 +277,7 @@ def _predictors(
                 x_TH, lengths = recorded_inputs(Path(scratch), layer)
                 num_training = num_training_tokens(lengths)
                 low_rank, report = train_layer(x_TH, num_training, weights, train)
-                gate = Gate.of(weights.rows_NMH[:, 0])
+                gate = Gate.of(weights.rows_NMH)
                 x_report = x_TH[-report["report_tokens"] :].float()
                 quality = measure(gate, x_report, importance(x_report, weights))
                 found = layer_statistics(x_TH, lengths, weights)

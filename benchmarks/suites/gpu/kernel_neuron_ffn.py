@@ -80,8 +80,8 @@ def _num_bytes(bundles: Any, num_tokens: int) -> int:
     return int(weights + num_tokens * bundles.hidden * (2 + 4))
 
 
-def _activation(bundles: Any) -> str:
-    return "silu" if bundles.gated else "relu"
+_ALL_ACTIVE = (-math.inf, False)
+"""Of ReLUs: no gate is too small, so that all down columns are read."""
 
 
 def _matmul(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
@@ -92,9 +92,7 @@ def _matmul(torch: Any, shape: str, bundles: Any, num_tokens: int) -> Case:
     device_name = torch.cuda.get_device_name()
 
     def run() -> Any:
-        return api.compute_ffn(
-            x_BH, bundles, num_neurons, _activation(bundles), device_name=device_name
-        )
+        return api.compute_ffn(x_BH, bundles, num_neurons, _ALL_ACTIVE, device_name=device_name)
 
     has_target = num_tokens <= _MOST_TOKENS_WITH_TARGET
     return Case(
@@ -112,7 +110,7 @@ def _in_torch(torch: Any, bundles: Any, x_BH: Any) -> dict[str, Callable[[], obj
     from vllm_tiered.kernels.neuron_ffn import reference
 
     rows = torch.arange(len(bundles.slots), device="cuda")
-    linear, functional = torch.nn.functional.linear, torch.nn.functional
+    linear = torch.nn.functional.linear
     bias = None if bundles.up_bias is None else bundles.up_bias.to(torch.bfloat16)
 
     def matrices() -> list[Any]:
@@ -121,10 +119,7 @@ def _in_torch(torch: Any, bundles: Any, x_BH: Any) -> dict[str, Callable[[], obj
 
     def multiplied(gate_up_down: list[Any]) -> Any:
         up_Bn = linear(x_BH, gate_up_down[-2], bias)
-        if bundles.gated:
-            a_Bn = functional.silu(linear(x_BH, gate_up_down[0])) * up_Bn
-        else:
-            a_Bn = functional.relu(up_Bn)
+        a_Bn = linear(x_BH, gate_up_down[0]) * up_Bn if bundles.gated else up_Bn
         return a_Bn @ gate_up_down[-1]
 
     made = matrices()
@@ -139,7 +134,7 @@ def _is_right(torch: Any, found: Any, x_BH: Any, bundles: Any) -> bool:
     from vllm_tiered.kernels.neuron_ffn import reference
 
     rows = torch.arange(len(bundles.slots), device="cuda")
-    a_Bn = reference.compute_activations(x_BH, bundles, rows, _activation(bundles))
+    a_Bn = reference.compute_activations(x_BH, bundles, rows, _ALL_ACTIVE)
     down_nH = reference.dequantize(bundles, rows, torch.float32)[:, -1]
     terms_BH = a_Bn.abs() @ down_nH.abs()
     return bool(((found - a_Bn @ down_nH).abs() <= _TOLERANCE * terms_BH).all())
@@ -176,7 +171,7 @@ def _fill(torch: Any, shape: str, bundles: Any) -> Case:
             missing,
             present_slot_ids,
             counts,
-            _activation(bundles),
+            _ALL_ACTIVE,
             device_name=device_name,
         )
 

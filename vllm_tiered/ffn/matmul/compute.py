@@ -4,6 +4,8 @@
     a_Bn   = act(x_BH gate_nH^T) * (x_BH up_nH^T)      gated; or act(x_BH up_nH^T + bias_n)
     out_BH += a_Bn down_nH                              rows of down are the neurons' columns
 
+`act` is one of ``ffn.activation``'s that leave neurons inactive.
+
 B tokens, H hidden, n neurons: slots 0 .. n-1 of a buffer. Later slots are never read. Sums are in
 float32 for every dtype of weights. They depend on the number of threads, but not on their timing.
 
@@ -18,14 +20,12 @@ from types import ModuleType
 import torch
 
 from vllm_tiered import native
-from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.ffn.activation import parse
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul import reference
-from vllm_tiered.native import ACTIVATIONS
 
 __all__ = [
-    "ACTIVATIONS",
     "Missing",
     "NeuronCacheBuffer",
     "activations",
@@ -44,20 +44,20 @@ def activations(
 
     Args:
         x_BH: the layer's input, of any float type.
-        activation: one of ``ACTIVATIONS``.
+        activation: a name of ``ffn.activation``.
 
     Raises:
-        UnsupportedError: ``activation`` is unknown.
+        UnsupportedError: ``activation`` is unknown, or leaves no neuron inactive.
     """
-    _check(x_BH, buffer, num_slots, activation)
+    relu = _checked(x_BH, buffer, num_slots, activation)
     if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.compute_activations(
-            _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
+            _in_rows(x_BH), _bundles(buffer), num_slots, relu, device_name=device_name(buffer)
         )
         return found
     a_Bn = torch.empty((len(x_BH), num_slots), dtype=torch.float32)
     x_BH = _float32(x_BH)
-    if not _run(buffer, num_slots, activation, x_BH, a_Bn, None):
+    if not _run(buffer, num_slots, relu, x_BH, a_Bn, None):
         reference.activations(x_BH, buffer, a_Bn, activation)
     return a_Bn
 
@@ -82,7 +82,7 @@ def add_down(
         )
         return
     a_Bn = _float32(a_Bn)
-    if not _run(buffer, num_slots, "relu", None, a_Bn, out_BH):
+    if not _run(buffer, num_slots, (0.0, False), None, a_Bn, out_BH):
         reference.add_down(out_BH, a_Bn, buffer)
 
 
@@ -147,7 +147,7 @@ def fill_and_add(
         ),
         missing.retained_slot_ids,
         missing.counts,
-        activation,
+        parse(activation),
         device_name=device_name(buffer),
     )
 
@@ -158,19 +158,19 @@ def ffn_output(
     """Return the FFN's output without the bias of fc2, float32 [B, H].
 
     Raises:
-        UnsupportedError: ``activation`` is unknown.
+        UnsupportedError: ``activation`` is unknown, or leaves no neuron inactive.
     """
-    _check(x_BH, buffer, num_slots, activation)
+    relu = _checked(x_BH, buffer, num_slots, activation)
     assert buffer.has_down
     if (kernels := gpu_kernels(buffer)) is not None:
         found: torch.Tensor = kernels.compute_ffn(
-            _in_rows(x_BH), _bundles(buffer), num_slots, activation, device_name=device_name(buffer)
+            _in_rows(x_BH), _bundles(buffer), num_slots, relu, device_name=device_name(buffer)
         )
         return found
     x_BH = _float32(x_BH)
     out_BH = torch.zeros((len(x_BH), buffer.shape.hidden), dtype=torch.float32)
     a_Bn = torch.empty((len(x_BH), num_slots), dtype=torch.float32)
-    if not _run(buffer, num_slots, activation, x_BH, a_Bn, out_BH):
+    if not _run(buffer, num_slots, relu, x_BH, a_Bn, out_BH):
         reference.activations(x_BH, buffer, a_Bn, activation)
         reference.add_down(out_BH, a_Bn, buffer)
     return out_BH
@@ -224,10 +224,12 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _check(x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str) -> None:
+def _checked(
+    x_BH: torch.Tensor, buffer: NeuronCacheBuffer, num_slots: int, activation: str
+) -> tuple[float, bool]:
+    """Check the arguments, and return what the kernels need of the activation."""
     assert x_BH.shape[1] == buffer.shape.hidden and num_slots <= buffer.capacity
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"activation {activation!r}: there are {', '.join(ACTIVATIONS)}")
+    return parse(activation)
 
 
 def _float32(x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +239,7 @@ def _float32(x: torch.Tensor) -> torch.Tensor:
 def _run(
     buffer: NeuronCacheBuffer,
     num_slots: int,
-    activation: str,
+    relu: tuple[float, bool],
     x_BH: torch.Tensor | None,
     a_Bn: torch.Tensor,
     out_BH: torch.Tensor | None,
@@ -263,8 +265,9 @@ def _run(
         num_groups=0 if scales is None else scales.shape[2],
         num_tokens=len(a_Bn),
         codec=native.CODECS.index(_codec(buffer)),
-        activation=ACTIVATIONS.index(activation),
+        both=relu[1],
         num_threads=torch.get_num_threads(),
+        threshold=relu[0],
     )
     if code := kernels.ffn(ctypes.byref(call)):
         raise MemoryError(f"the FFN's C++ kernels failed with code {code}")

@@ -4,11 +4,9 @@
 It is used if the C++ kernels were not built. It dequantises one chunk of neurons at a time.
 """
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
+from vllm_tiered.ffn.activation import activate
 from vllm_tiered.ffn.cache.buffer import NeuronCacheBuffer
 from vllm_tiered.ffn.layout import Precision, bundle_bytes
 
@@ -20,16 +18,13 @@ def activations(
     x_BH: torch.Tensor, buffer: NeuronCacheBuffer, a_Bn: torch.Tensor, activation: str
 ) -> None:
     """Write the activations of the buffer's first n slots to ``a_Bn``; all float32."""
-    act = activation_function(activation)
     for begin, end in _chunks(buffer, a_Bn.shape[1]):
-        up_Bn = x_BH @ _matrix(buffer, -2, begin, end).T
+        first_Bn, up_Bn = x_BH @ _matrix(buffer, 0, begin, end).T, None
         if buffer.shape.gated:
-            up_Bn *= act(x_BH @ _matrix(buffer, 0, begin, end).T)
-        else:
-            if buffer.up_bias is not None:
-                up_Bn += buffer.up_bias[begin:end]
-            up_Bn = act(up_Bn)
-        a_Bn[:, begin:end] = up_Bn
+            up_Bn = x_BH @ _matrix(buffer, 1, begin, end).T
+        elif buffer.up_bias is not None:
+            first_Bn += buffer.up_bias[begin:end]
+        a_Bn[:, begin:end] = activate(activation, first_Bn, up_Bn)
 
 
 def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer) -> None:
@@ -38,23 +33,6 @@ def add_down(out_BH: torch.Tensor, a_Bn: torch.Tensor, buffer: NeuronCacheBuffer
         down_nH, some_Bn = _matrix(buffer, -1, begin, end), a_Bn[:, begin:end]
         down_nH[(some_Bn == 0).all(dim=0)] = 0  # 0 * NaN would be NaN
         out_BH.addmm_(some_Bn, down_nH)
-
-
-def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function of one of ``ACTIVATIONS``; raise KeyError for other names."""
-    return _FUNCTIONS[name]
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-}
 
 
 def _chunks(buffer: NeuronCacheBuffer, num_slots: int) -> list[tuple[int, int]]:

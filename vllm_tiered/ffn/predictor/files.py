@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of predictors, one for each layer, so that `prepare` can resume.
 
-FOLDER/gate-0000.safetensors        tensors; metadata: version, kind, fingerprint, threshold, report
+FOLDER/gate-0000.safetensors        tensors; metadata: version, kind, fingerprint, threshold,
+                                    activation, report
 FOLDER/low_rank-0000.safetensors    the same
 """
 
@@ -46,6 +47,7 @@ def save_predictor(
         "kind": predictor.name,
         "fingerprint": fingerprint,
         "threshold": predictor.threshold,
+        "activation": predictor.activation if isinstance(predictor, Gate) else None,
         "report": dict(report),
     }
     tensors = {name: tensor.contiguous() for name, tensor in predictor.tensors().items()}
@@ -74,7 +76,7 @@ def load_predictor(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         predictor: Predictor
         if header["kind"] == Gate.name:
-            predictor = Gate.from_tensors(tensors)
+            predictor = Gate.from_tensors(tensors, str(header["activation"]))
         else:
             predictor = LowRank.from_tensors(tensors, float(header["threshold"]))
     except (SafetensorError, KeyError, TypeError, ValueError, AssertionError) as error:

@@ -204,7 +204,7 @@ def _train(watched: Watched, layer: int) -> None:
 def _measure_gate(watched: Watched, layer: int) -> None:
     x_TH, _ = recorded_inputs(watched.scratch, layer)
     weights = watched.checkpoint.layer(layer)
-    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    gate = Gate.of(weights.rows_NMH, weights.up_bias_N, weights.activation)
     x_TH = x_TH.float()
     quality = measure(
         gate, x_TH, torch.cat([importance(x, weights) for x in torch.split(x_TH, 512)])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.activation import RELU, SPARSE, name_of
 from vllm_tiered.ffn.layout import FfnShape
 from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
 from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of_folder
@@ -26,9 +27,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-ACTIVATIONS = ("relu",)
-"""Supported activations by their names in configs: those with which neurons are inactive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +86,7 @@ class FfnWeights:
     Attributes:
         rows_NMH: rows of gate and up (or fc1) and columns of down (or fc2).
         up_bias_N, down_bias_H: None if the model has none.
-        activation: its name in the model's config.
+        activation: a name of ``ffn.activation``.
     """
 
     rows_NMH: torch.Tensor
@@ -253,11 +251,11 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:
     found = config.get(family.activation, family.default_activation)
-    if found not in ACTIVATIONS:
+    if found not in (SPARSE if family.gated else [RELU]):
         raise UnsupportedError(
             f"config.json: {family.activation} is {found!r}. A neuron store is for "
-            f"{' and '.join(ACTIVATIONS)}, with which most neurons of a token are inactive; with "
-            "others all of them count, and a quantised checkpoint is smaller, faster and closer to "
-            "the model"
+            f"{', '.join(SPARSE)}, with which most neurons of a token are inactive; with others "
+            "all of them count, and a quantised checkpoint is smaller, faster and closer to the "
+            "model"
         )
-    return str(found)
+    return name_of(str(found), config.get("hidden_act_param"))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from vllm_tiered.ffn.activation import activate
 from vllm_tiered.ffn.layout import FfnShape, Precision
 from vllm_tiered.ffn.matmul.quantise import expand, quantise
 from vllm_tiered.ffn.predictor.gate import Gate
-from vllm_tiered.ffn.prepare.activation import activation_function
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.ratio_search import Uncertainty
@@ -54,12 +54,12 @@ class Copies:
 
     def activations(self, x_TH: torch.Tensor, precision: Precision) -> torch.Tensor:
         """Compute the activations, [T, N]: act(gate x) * (up x), or act(fc1 x + bias)."""
-        act = activation_function(self.weights.activation)
         rows = self.rows_NMH[precision]
         first_TN = x_TH @ rows[:, 0].T
         if self.weights.up_bias_N is not None:
             first_TN += self.weights.up_bias_N
-        return act(first_TN) * (x_TH @ rows[:, 1].T) if self.weights.is_gated else act(first_TN)
+        up_TN = x_TH @ rows[:, 1].T if self.weights.is_gated else None
+        return activate(self.weights.activation, first_TN, up_TN)
 
 
 def shape_of(weights: FfnWeights) -> FfnShape:
@@ -241,5 +241,5 @@ def _outcome(
 def by_gate(_: int, copies: Copies) -> tuple[Scores, float | None]:
     """Rank by :class:`Gate`, made from the layer's own weights."""
     weights = copies.weights
-    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    gate = Gate.of(weights.rows_NMH, weights.up_bias_N, weights.activation)
     return gate.scores, gate.threshold

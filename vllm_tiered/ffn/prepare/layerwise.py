@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.ffn.activation import DRELU, FATRELU, RELU, name_of, parse
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
 
@@ -38,6 +39,7 @@ class LayerwiseModel:
 
     Attributes:
         dtype: dtype to compute in, float32; the weights are converted from the checkpoint's dtype.
+        activation: of the FFNs, a name of ``ffn.activation``.
 
     Raises:
         ConfigError: the folder has no checkpoint, or the checkpoint lacks tensors.
@@ -48,6 +50,10 @@ class LayerwiseModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.activation = self._activation()
+        is_ours = self.activation.partition(":")[0] in (FATRELU, DRELU)
+        if is_ours:
+            self.config.hidden_act = RELU  # transformers knows no other of these
         self.dtype = torch.float32
         self._files = TensorFiles(folder)
         with _parameters_on_meta():
@@ -75,19 +81,14 @@ class LayerwiseModel:
         self._load(self._model, "")
         self._calls: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
         self._token_ids: list[torch.Tensor] = []
+        if is_ours:
+            for layer in self._layers:
+                _set_activation(layer, self.activation)
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self._layers)
-
-    @property
-    def activation(self) -> str:
-        """Activation of the feed-forward networks, by its name in the config."""
-        for name in ("hidden_act", "activation_function", "activation"):
-            if isinstance(found := getattr(self.config, name, None), str):
-                return found
-        raise UnsupportedError("config.json names no activation (hidden_act)")
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -137,6 +138,12 @@ class LayerwiseModel:
         self._stand_in.answer = None
         logits: torch.Tensor = out[0].float()
         return logits
+
+    def _activation(self) -> str:
+        for name in ("hidden_act", "activation_function", "activation"):
+            if isinstance(found := getattr(self.config, name, None), str):
+                return name_of(found, getattr(self.config, "hidden_act_param", None))
+        raise UnsupportedError("config.json names no activation (hidden_act)")
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         """Load a module's parameters from the checkpoint, except those of the stand-in.
@@ -216,6 +223,21 @@ def first_linear(layer: nn.Module) -> nn.Module:
     ffn = layer if hasattr(layer, "fc1") else layer.get_submodule("mlp")
     names = ("fc1", "gate_proj", "gate_up_proj")
     return next(ffn.get_submodule(name) for name in names if hasattr(ffn, name))
+
+
+def _set_activation(layer: nn.Module, activation: str) -> None:
+    """Give a layer's FFN, which has a ReLU, FATReLU or dReLU."""
+    threshold, is_both = parse(activation)
+    ffn = layer.get_submodule("mlp")
+    names = [name for name in ("act_fn", "activation_fn") if hasattr(ffn, name)]
+    if not names or (is_both and not hasattr(ffn, "up_proj")):
+        raise UnsupportedError(
+            f"the feed-forward network of {type(layer).__name__} cannot be given {activation}: "
+            "leave tiered.ffn.store out"
+        )
+    setattr(ffn, names[0], nn.Threshold(threshold, 0.0))
+    if is_both:
+        ffn.get_submodule("up_proj").register_forward_hook(lambda _, __, out: out.relu())
 
 
 class _StandIn(nn.Module):

@@ -61,7 +61,7 @@ def _gate(preparation: Preparation) -> list[Step]:
 
 def _write_gate(checkpoint: Checkpoint, draft: Path, layer: int) -> None:
     weights = checkpoint.layer(layer)
-    gate = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    gate = Gate.of(weights.rows_NMH, weights.up_bias_N, weights.activation)
     save_predictor(draft / predictor_name(Gate.name, layer), gate, checkpoint.fingerprint, {})
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_tiered.ffn.activation import activate
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
@@ -129,9 +130,8 @@ def importance(x_TH: torch.Tensor, weights: FfnWeights) -> torch.Tensor:
     first_TN = x_TH.float() @ rows[:, 0].T
     if weights.up_bias_N is not None:
         first_TN += weights.up_bias_N.float()
-    a_TN = first_TN.relu_()
-    if weights.is_gated:
-        a_TN *= x_TH.float() @ rows[:, 1].T
+    up_TN = x_TH.float() @ rows[:, 1].T if weights.is_gated else None
+    a_TN = activate(weights.activation, first_TN, up_TN)
     return a_TN.abs_().mul_(weights.down_norms_N)
 
 

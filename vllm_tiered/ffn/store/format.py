@@ -48,7 +48,7 @@ class StoreFormat:
         model: the model's name, for messages.
         fingerprint: hash of the model's configuration and weights.
         shape: shape of the model's FFN layers.
-        activation: its name in the model's config: "relu", "silu", "gelu", ...
+        activation: a name of ``ffn.activation``.
         dtype: dtype of the model's weights.
         groups: weights that share a scale (None for a row), by stored precision.
 

@@ -35,7 +35,7 @@ class NeuronStore:
         path: path of the folder.
         first_neuron: index of the shard's first neuron in the whole layer.
         shape: shape of the shard.
-        activation: "relu", "silu", "gelu", ...
+        activation: a name of ``ffn.activation``.
         dtype: dtype of the model's weights.
         precisions: stored precisions.
         group: weights that share a scale (None for a row), by precision.

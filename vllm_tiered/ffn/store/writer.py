@@ -47,7 +47,7 @@ class NeuronStoreWriter:
     Args:
         folder: the store's final folder, which must not exist yet.
         shape: shape of the model's FFN layers.
-        activation: its name in the model's config.
+        activation: a name of ``ffn.activation``.
         dtype: dtype of the model's weights.
         fingerprint: the model's fingerprint.
         groups: weights that share a scale (None for a row), by precision to store.

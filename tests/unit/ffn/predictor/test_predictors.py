@@ -29,16 +29,19 @@ def low_rank(dtype: torch.dtype = torch.float32) -> LowRank:
     return LowRank(random(R, H).to(dtype), random(N, R).to(dtype), random(N), threshold=0.25)
 
 
-def first_matrix(*, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+ACTIVATIONS = {"gate": "relu", "fc1": "relu", "fatrelu": "fatrelu:3.5", "drelu": "drelu"}
+
+
+def first_matrices(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(2)
-    rows_NH = torch.randn(N, H, generator=generator)
-    return rows_NH, torch.randn(N, generator=generator) if has_bias else None
+    rows_NMH = torch.randn(N, 2 if kind == "fc1" else 3, H, generator=generator)
+    return rows_NMH, torch.randn(N, generator=generator) if kind == "fc1" else None
 
 
 def made(kind: str) -> Predictor:
     if kind == "low_rank":
         return low_rank(torch.bfloat16)
-    return Gate.of(*first_matrix(has_bias=kind == "fc1"))
+    return Gate.of(*first_matrices(kind), ACTIVATIONS[kind])
 
 
 def test_low_rank_by_definition() -> None:
@@ -55,26 +58,32 @@ def test_low_rank_in_16_bit_gives_float32() -> None:
     assert predictor.scores(torch.randn(1, H).bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["gate", "fc1"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_gate_by_definition(has_bias: bool, num_tokens: int) -> None:
-    rows_NH, bias_N = first_matrix(has_bias=has_bias)
-    predictor, x = Gate.of(rows_NH, bias_N), torch.randn(num_tokens, H)
-    codes, scales = quantise(rows_NH[:, None].repeat(1, 2, 1), Precision.INT4, 64)
-    shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=False, dtype_bytes=4)
-    rounded_NH = expand(codes, scales, shape, Precision.INT4, torch.float32)[:, 0]
-    expected_BN = x @ rounded_NH.T
+def test_a_gate_by_definition(kind: str, num_tokens: int) -> None:
+    rows_NMH, bias_N = first_matrices(kind)
+    predictor, x = made(kind), torch.randn(num_tokens, H)
+    codes, scales = quantise(rows_NMH, Precision.INT4, 64)
+    shape = FfnShape(num_layers=1, hidden=H, neurons=N, gated=kind != "fc1", dtype_bytes=4)
+    rounded_NMH = expand(codes, scales, shape, Precision.INT4, torch.float32)
+    first_BN, up_BN = x @ rounded_NMH[:, 0].T, x @ rounded_NMH[:, 1].T
     if bias_N is not None:
-        expected_BN += bias_N
-    torch.testing.assert_close(predictor.scores(x), expected_BN.relu(), rtol=1e-4, atol=1e-4)
+        first_BN += bias_N
+    wanted_BN = first_BN > (3.5 if kind == "fatrelu" else 0)
+    if kind == "drelu":
+        wanted_BN &= up_BN > 0
     is_active = predictor.scores(x) >= predictor.threshold
-    assert torch.equal(is_active, expected_BN > 0) and 0 < is_active.sum() < is_active.numel()
+    assert torch.equal(is_active, wanted_BN) and 0 < is_active.sum() < is_active.numel()
+    expected_BN = first_BN * (up_BN if kind == "drelu" else 1) * wanted_BN
+    torch.testing.assert_close(predictor.scores(x), expected_BN, rtol=1e-4, atol=1e-4)
     assert predictor.num_neurons == N
-    # Codes, scales in float16 for the row and for the down column that is not there, and biases.
-    assert predictor.num_bytes == N * (H // 2 + 2 * 2 * H // 64 + (4 if has_bias else 0))
+    # Codes, scales in float16 for the rows and for the down column that is not there, and biases.
+    num_rows = 2 if kind == "drelu" else 1
+    of_neuron = num_rows * H // 2 + 2 * (num_rows + 1) * H // 64 + (4 if kind == "fc1" else 0)
+    assert predictor.num_bytes == N * of_neuron
 
 
-@pytest.mark.parametrize("kind", ["low_rank", "gate", "fc1"])
+@pytest.mark.parametrize("kind", ["low_rank", *ACTIVATIONS])
 def test_file_and_shard(tmp_path, kind: str) -> None:
     predictor, x = made(kind), torch.randn(2, H).bfloat16()
     path = tmp_path / predictor_name(predictor.name, 3)

@@ -161,7 +161,7 @@ def test_a_gate_is_not_measured_unless_asked_for(model, tmp_path):
     assert active_shares(store) == [1.0] * LAYERS and missing_share(store) is None
     (predictor, *others) = load_predictors(store)
     weights = Checkpoint(model).layer(0)
-    expected = Gate.of(weights.rows_NMH[:, 0], weights.up_bias_N)
+    expected = Gate.of(weights.rows_NMH, weights.up_bias_N)
     x = torch.randn(2, 32)
     assert torch.equal(predictor.scores(x), expected.scores(x)) and len(others) == LAYERS - 1
     store.close()

@@ -2,6 +2,7 @@
 """Tests of layer-by-layer runs of a model, recordings, and FFNs of mixed precision."""
 
 import gc
+import json
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.fixtures.tiny_models import KINDS, LAYERS, NEURONS, tiny_model, tiny_texts
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
+from vllm_tiered.ffn.prepare.checkpoint import Checkpoint, FfnWeights
 from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn, by_gate
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.record import (
@@ -48,6 +49,31 @@ def test_layer_by_layer_equals_the_whole_model(tmp_path, kind):
     for found, wanted in zip(run(model), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     assert all(p.is_meta for layer in model._layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({"hidden_act": "fatrelu", "hidden_act_param": 0.25}, "fatrelu:0.25"),
+        ({"hidden_act": "drelu"}, "drelu"),
+    ],
+    ids=["fatrelu", "drelu"],
+)
+def test_activations_that_transformers_lacks(tmp_path, changes, activation):
+    """Layers compute them as the neurons do, each text on its own and all again."""
+    tiny_model("llama", tmp_path)
+    relu = run(LayerwiseModel(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    model = LayerwiseModel(tmp_path)
+    assert model.activation == activation == Checkpoint(tmp_path).activation
+    found = run(model)
+    neurons = run(model, lambda weights: MixedFfn(Copies.of(weights, GROUPS), ALL))
+    for one, other, plain in zip(found, neurons, relu, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(one, plain, rtol=1e-2, atol=1e-2)
+    for one, again in zip(found, run(model), strict=True):
+        assert torch.equal(one, again)
 
 
 @pytest.mark.parametrize("kind", KINDS)
