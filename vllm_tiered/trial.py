@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trial that measures in decode steps whether reading ahead is faster: off, on, off (A/B/A).
 
-The functions are pure. Ranks that count the same steps are in the same phase. Where they have to
-agree, the verdict needs the other ranks' times.
+The functions are pure; :class:`StepTrial` keeps their state for a rank that decides alone. Ranks
+that count the same steps are in the same phase. Where they have to agree, the verdict needs the
+other ranks' times.
 
     batch 4 ─ warm ─┬─ off ─┬─ on ─┬─ off ─┬─ verdict for batches of 2 to 8
                     └ 16 steps ┘           batch 9: another trial
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 WARM_STEPS = 8
 PHASE_STEPS = 16
+LONG_PHASE_STEPS = 48
+"""Steps of a phase where what is missing differs from step to step more than it does on average."""
+
 MIN_GAIN = 0.01
 """Least gain of "on" over the mean of the "off" phases; smaller gains are within the noise. "on"
 must also be faster than each "off" phase."""
@@ -102,3 +107,48 @@ def conclude(trial: Trial, measured: Measured) -> Trial:
 def _is_near(size: int, other: int) -> bool:
     """Return whether two batch sizes are within a factor of two."""
     return size <= 2 * other and other <= 2 * size
+
+
+class StepTrial:
+    """Whether a rank's layers read ahead: always, or as its decode steps have shown.
+
+    Args:
+        is_always_on: no trial is made.
+        most_tokens: most tokens of a step that reads ahead.
+
+    Attributes:
+        is_on: whether the present step reads ahead.
+    """
+
+    def __init__(self, *, is_always_on: bool, most_tokens: int) -> None:
+        self.is_on = is_always_on
+        self._most_tokens = most_tokens
+        self._trial = None if is_always_on else Trial(phase_steps=LONG_PHASE_STEPS)
+        self._last: tuple[int, float] | None = None
+
+    @property
+    def verdicts(self) -> tuple[Measured, ...]:
+        """Results of the finished trials, oldest first."""
+        return () if self._trial is None else self._trial.verdicts
+
+    def begin_step(self, num_tokens: int) -> Measured | None:
+        """Time the step before, if both are of this size, and decide for this one.
+
+        Returns:
+            The verdict of a trial that has just ended.
+        """
+        if self._trial is None:
+            return None
+        now = time.perf_counter()
+        before, self._last = self._last, (num_tokens, now)
+        measured = None
+        if before is not None and before[0] == num_tokens <= self._most_tokens:
+            self._trial, measured = step(self._trial, num_tokens, now - before[1])
+            if measured is not None:
+                self._trial = conclude(self._trial, measured)
+        self.is_on = num_tokens <= self._most_tokens and is_on(self._trial, num_tokens)
+        return measured
+
+    def interrupt(self) -> None:
+        """Leave out the time from the step before until the next one, between which others come."""
+        self._last = None

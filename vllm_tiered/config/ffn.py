@@ -62,8 +62,8 @@ class FfnConfig(Section):
         "auto",
         OneOf(words=("auto", "on", "off")),
         "Whether the neurons that the layer after the next will probably need are read into far "
-        'memory while the current layer computes. `"auto"` does it on a GPU, where copies do not '
-        "take cores from compute.",
+        'memory while the current layer computes. `"auto"` tries it in decode steps, and does it '
+        "for batches of about the sizes with which that was faster.",
     )
     near_gib: float | Literal["auto"] = option(
         "auto",

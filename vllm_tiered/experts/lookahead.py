@@ -14,15 +14,10 @@ import time
 import numpy as np
 import torch
 
-from vllm_tiered import trial
 from vllm_tiered.experts.policy import Experts
-from vllm_tiered.trial import Measured, Trial
 
 MOST_TOKENS = 32
 """Most tokens of a step that reads ahead; more want nearly all experts anyway."""
-
-PHASE_STEPS = 48
-"""Steps of a phase of the trial: the misses of single steps differ more than their mean."""
 
 _SHARE = 0.25
 """Share of the latest window in the estimate."""
@@ -58,41 +53,3 @@ def likeliest(weights_MK: torch.Tensor, ids_MK: torch.Tensor, num_experts: int) 
     np.add.at(sums, ids, weights_MK.float().cpu().numpy().ravel())
     chosen = np.unique(ids).astype(np.int64)
     return chosen[np.argsort(-sums[chosen], kind="stable")]
-
-
-class LookaheadTrial:
-    """Whether a rank's layers look ahead: always, or as its decode steps have shown.
-
-    Args:
-        is_always_on: no trial is made.
-
-    Attributes:
-        is_on: whether the present step looks ahead.
-    """
-
-    def __init__(self, *, is_always_on: bool) -> None:
-        self.is_on = is_always_on
-        self._trial = None if is_always_on else Trial(phase_steps=PHASE_STEPS)
-        self._last: tuple[int, float] | None = None
-
-    @property
-    def verdicts(self) -> tuple[Measured, ...]:
-        return () if self._trial is None else self._trial.verdicts
-
-    def begin_step(self, num_tokens: int) -> Measured | None:
-        """Time the step before, if both are of this size, and decide for this one.
-
-        Returns:
-            The verdict of a trial that has just ended.
-        """
-        if self._trial is None:
-            return None
-        now = time.perf_counter()
-        before, self._last = self._last, (num_tokens, now)
-        measured = None
-        if before is not None and before[0] == num_tokens <= MOST_TOKENS:
-            self._trial, measured = trial.step(self._trial, num_tokens, now - before[1])
-            if measured is not None:
-                self._trial = trial.conclude(self._trial, measured)
-        self.is_on = num_tokens <= MOST_TOKENS and trial.is_on(self._trial, num_tokens)
-        return measured

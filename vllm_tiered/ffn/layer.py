@@ -62,6 +62,12 @@ class FfnLayer:
         Raises:
             IntegrityError: a bundle is damaged.
         """
+        preload = self.resources.rank.preload
+        if preload is not None and self.resources.index == 0:
+            if only_decodes:
+                preload.begin_step(len(x_BH))
+            else:
+                preload.interrupt()
         out_BH = self._compute_sparse(x_BH) if only_decodes else None
         if out_BH is None:
             out_BH = self._dense.compute(x_BH)

@@ -61,6 +61,7 @@ def open_runtime(
         policy=config.cache,
         window=config.window,
         deterministic=config.deterministic,
+        tries_preload=config.preload == "auto",
         near_device=near_device,
     )
 
@@ -109,10 +110,7 @@ def make_plan(
         far_bytes=far_bytes,
         table_bytes=table_bytes,
         predictor_bytes=predictor_bytes,
-        # On the CPU backend the cores that compute also prefetch: a token took 205 and 226 ms
-        # instead of 159, though nine of ten misses were predicted (OPT-1.3B with synthetic
-        # sparsity, 2 cores, 2026-11-22).
-        prefetches=config.preload == "on",
+        prefetches=config.preload != "off",
     )
 
 

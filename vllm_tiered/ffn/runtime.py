@@ -31,8 +31,12 @@ from vllm_tiered.ffn.strategy.base import LayerResources, LayerStats, RankResour
 from vllm_tiered.ffn.strategy.sparse_on_device import SparseOnDevice
 from vllm_tiered.ffn.tables import NeuronTables
 from vllm_tiered.storage.direct_file import aligned_pages
+from vllm_tiered.trial import StepTrial
 
 CachePolicy = Literal["atu", "window", "none"]
+
+_MOST_TOKENS = 16
+"""Most tokens of a step that prefetches; more want most neurons anyway."""
 
 
 class FfnRuntime:
@@ -45,6 +49,7 @@ class FfnRuntime:
         predictors: one for each layer; none if every neuron is computed.
         policy: cache policy.
         window: tokens whose neurons stay near with the policy "window".
+        tries_preload: a trial decides whether the neurons that the plan prefetches are prefetched.
         near_device: torch device of the cache and staging buffers; None for the host.
 
     Attributes:
@@ -52,6 +57,7 @@ class FfnRuntime:
         layers: the layers in the order of computation.
         backend: loads neurons from far memory and the store.
         dynamic: buffers of prefetched neurons; None if nothing is prefetched.
+        preload: whether steps prefetch; None if nothing is prefetched.
         predictor: name of the predictor; None if neurons are not ranked.
 
     Raises:
@@ -69,6 +75,7 @@ class FfnRuntime:
         policy: CachePolicy = "atu",
         window: int = 4,
         deterministic: bool = False,
+        tries_preload: bool = False,
         near_device: torch.device | None = None,
     ) -> None:
         self._store = store
@@ -91,6 +98,9 @@ class FfnRuntime:
             chunks=(plan.chunk_neurons, NUM_CHUNKS),
             streamed=plan.streamed,
         )
+        self.preload = None
+        if plan.dynamic_slots:
+            self.preload = StepTrial(is_always_on=not tries_preload, most_tokens=_MOST_TOKENS)
         self._rank = self._make_rank_resources()
         predictors = [predictor.to(self._near_device) for predictor in predictors]
         self.layers = [
@@ -137,6 +147,7 @@ class FfnRuntime:
             cost_model=AlwaysSparse() if self._deterministic else DenseSparseCostModel(),
             clock=StepClock(self._device),
             mailbox=Mailbox(self._device, self._near_device),
+            preload=self.preload,
         )
 
     def _make_layer(self, index: int, predictor: Predictor | None) -> FfnLayer:

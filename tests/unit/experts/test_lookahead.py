@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm_tiered.experts import lookahead
-from vllm_tiered.experts.lookahead import MOST_TOKENS, PHASE_STEPS, IdleWindow, LookaheadTrial
-from vllm_tiered.trial import WARM_STEPS
+from vllm_tiered.experts.lookahead import MOST_TOKENS, IdleWindow
+from vllm_tiered.trial import LONG_PHASE_STEPS, WARM_STEPS, StepTrial
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def steps(trial, clock, count, tokens, seconds):
 
 @pytest.mark.parametrize("gain", [1.2, 0.8])
 def test_it_is_tried_and_kept_if_it_is_faster(clock, gain):
-    trial = LookaheadTrial(is_always_on=False)
+    trial = StepTrial(is_always_on=False, most_tokens=MOST_TOKENS)
     seconds = {False: 1.0, True: 1.0 / gain}
-    found = steps(trial, clock, WARM_STEPS + 3 * PHASE_STEPS + 1, 1, seconds)
-    assert sum(found[:-1]) == PHASE_STEPS
+    found = steps(trial, clock, WARM_STEPS + 3 * LONG_PHASE_STEPS + 1, 1, seconds)
+    assert sum(found[:-1]) == LONG_PHASE_STEPS
     assert found[-1] is (gain > 1)
     (verdict,) = trial.verdicts
     assert verdict.is_kept is (gain > 1)
@@ -58,11 +58,11 @@ def test_it_is_tried_and_kept_if_it_is_faster(clock, gain):
 
 
 def test_large_steps_are_neither_timed_nor_looked_ahead_of(clock):
-    trial = LookaheadTrial(is_always_on=False)
+    trial = StepTrial(is_always_on=False, most_tokens=MOST_TOKENS)
     assert not any(steps(trial, clock, 400, MOST_TOKENS + 1, {False: 1.0}))
     assert not trial.verdicts
 
 
 def test_always_on_makes_no_trial(clock):
-    trial = LookaheadTrial(is_always_on=True)
+    trial = StepTrial(is_always_on=True, most_tokens=MOST_TOKENS)
     assert all(steps(trial, clock, 400, 1, {True: 1.0})) and not trial.verdicts

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.fixtures.ffn_runtimes import (
     exact,
     mixed,
 )
+from vllm_tiered import trial
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.ffn import memory_plan
@@ -28,6 +30,7 @@ from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.memory_plan import plan_exact
 from vllm_tiered.ffn.runtime import CachePolicy, FfnRuntime
 from vllm_tiered.ffn.selection import Mix, select
+from vllm_tiered.trial import LONG_PHASE_STEPS, WARM_STEPS
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gated", "plain"])
@@ -243,6 +246,38 @@ def test_a_plan_takes_no_more_than_it_was_given(ffn: Ffn, near_bytes: int) -> No
     plan = mixed(ffn, (0.1, 0.1, 0.2), near_bytes=near_bytes, far_bytes=200_000, table_bytes=1000)
     assert plan.near_bytes <= near_bytes and plan.far_bytes <= 200_000
     assert all(0 < slots <= ffn.shape.neurons for slots in plan.most_slots.values())
+
+
+@pytest.mark.parametrize("gain", [1.2, 0.8])
+def test_reading_ahead_is_tried_and_kept_if_it_is_faster(
+    ffn: Ffn, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off, on and off again; a prompt between two steps is in neither's time."""
+    now = [0.0]
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    plan = replace(mixed(ffn, (0.25, 0, 0)), prefetches=True)
+    predictors = [Scripted(ffn.shape.neurons) for _ in range(ffn.shape.num_layers)]
+    runtime = FfnRuntime(
+        ffn.open(), plan, CpuDevice(), predictors, deterministic=True, tries_preload=True
+    )
+    assert runtime.preload is not None and runtime.dynamic is not None
+    was_on = []
+    for number in range(WARM_STEPS + 3 * LONG_PHASE_STEPS + 12):
+        before = runtime.dynamic.read_bytes
+        for predictor in predictors:
+            predictor.next_BN = torch.rand(1, ffn.shape.neurons)
+        for layer in range(3):
+            if number % 50 == 3:
+                runtime.layers[layer].compute(torch.randn(5, 64), False)
+                now[0] += 100.0
+            runtime.layers[layer].compute(torch.randn(1, 64), True)
+        was_on.append(runtime.dynamic.read_bytes > before)
+        assert was_on[-1] == runtime.preload.is_on
+        now[0] += 1 / gain if was_on[-1] else 1.0
+    (verdict,) = runtime.preload.verdicts
+    assert verdict.ratio == pytest.approx(1 / gain) and verdict.is_kept == (gain > 1)
+    assert sum(was_on[:-2]) >= LONG_PHASE_STEPS and was_on[-1] == (gain > 1)
+    runtime.close()
 
 
 def test_reading_ahead_is_paid_from_far_memory(ffn: Ffn) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from vllm_tiered.experts.layer import ExpertLayer
-from vllm_tiered.experts.lookahead import MOST_TOKENS, LookaheadTrial, likeliest
+from vllm_tiered.experts.lookahead import MOST_TOKENS, likeliest
 from vllm_tiered.experts.policy import Experts
+from vllm_tiered.trial import StepTrial
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -41,7 +42,7 @@ class Lookahead:
         is_always_on: bool,
         logs: bool,
     ) -> None:
-        self._trial = LookaheadTrial(is_always_on=is_always_on)
+        self._trial = StepTrial(is_always_on=is_always_on, most_tokens=MOST_TOKENS)
         self._logs = logs
         self.num_layers = 0
         for (layer, experts), (following, its_experts) in pairwise(layers):

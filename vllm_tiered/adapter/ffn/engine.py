@@ -59,6 +59,7 @@ class FfnEngine:
         self._before: dict[str, float] = {}
         self._failure: Exception | None = None
         self._rehearsed_tokens = 0
+        self._num_said = 0
         self.runtime: FfnRuntime | None = None
         register_op()
 
@@ -133,9 +134,24 @@ class FfnEngine:
 
     def take_use(self) -> dict[str, float]:
         """Return the increase of each metric since the last call; empty before :meth:`start`."""
+        self._say_verdicts()
         stats = self.total_use()
         before, self._before = self._before, stats
         return {name: value - before.get(name, 0.0) for name, value in stats.items()}
+
+    def _say_verdicts(self) -> None:
+        """Log what trials of reading ahead have found since the last call."""
+        preload = None if self.runtime is None else self.runtime.preload
+        verdicts = () if preload is None else preload.verdicts
+        for found in verdicts[self._num_said :]:
+            logger.info(
+                "tiered ffn: with batches of about %d, reading ahead takes %.2f of the time "
+                "without: %s",
+                found.batch_size,
+                found.ratio,
+                "kept" if found.is_kept else "switched off",
+            )
+        self._num_said = len(verdicts)
 
     def total_use(self) -> dict[str, float]:
         """Return each metric since the start; empty before :meth:`start`."""

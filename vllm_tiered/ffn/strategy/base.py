@@ -24,6 +24,7 @@ from vllm_tiered.ffn.selector import Selector
 from vllm_tiered.ffn.step_clock import StepClock
 from vllm_tiered.ffn.store.reader import NeuronStore
 from vllm_tiered.ffn.tables import NeuronTables
+from vllm_tiered.trial import StepTrial
 
 
 @dataclass(slots=True)
@@ -44,7 +45,11 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankResources:
-    """Resources that all layers of a rank share."""
+    """Resources that all layers of a rank share.
+
+    Attributes:
+        preload: whether steps prefetch the neurons of later layers; None if nothing is prefetched.
+    """
 
     store: NeuronStore
     backend: NeuronBackend
@@ -52,6 +57,7 @@ class RankResources:
     cost_model: DenseSparseCostModel
     clock: StepClock
     mailbox: Mailbox
+    preload: StepTrial | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

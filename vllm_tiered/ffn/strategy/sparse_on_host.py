@@ -73,8 +73,8 @@ class SparseOnHost(SparseStrategy):
         One copy brings both sets of scores to the host.
         """
         own = self._selector.encode(self._predictor.scores(x_BH))
-        target = self.prefetch_target
-        if target is None:
+        target, preload = self.prefetch_target, self._rank.preload
+        if target is None or preload is None or not preload.is_on:
             return self._selector.decode(self._rank.mailbox.d2h([own])[0]), None
         own, later = self._rank.mailbox.d2h([own, target.predict_next(x_BH)])
         return self._selector.decode(own), target.decode(later)
