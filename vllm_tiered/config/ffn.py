@@ -42,8 +42,8 @@ class FfnConfig(Section):
         "auto",
         OneOf(words=("auto", "full", "int8", "int4")),
         'Precision of the neurons that prompts stream, which are all of them. `"auto"` is 8 bit, '
-        "half the bytes of 16 bit and so half the time to the first token, unless `mix` or `exact` "
-        "ask for full precision alone.",
+        "half the bytes of 16 bit and so about half the time to the first token, unless `mix` has "
+        "full precision and no 8 bit, or with `exact`.",
     )
     deterministic: bool = option(
         False,

@@ -120,8 +120,11 @@ def _streamed(config: FfnConfig, store: NeuronStore, mix: Mix) -> Precision:
         wanted = Precision(config.prefill)
         _check_stored(store, [wanted])
         return wanted
-    has_int8 = Precision.INT8 in store.precisions
-    return Precision.INT8 if has_int8 and mix.full < 1 else store.precisions[0]
+    # Far memory holds what decode steps read, and this: 16 bit without 8 beside it stays alone.
+    is_full_alone = mix.full and not mix.int8
+    if Precision.INT8 in store.precisions and not is_full_alone:
+        return Precision.INT8
+    return store.precisions[0]
 
 
 def load_predictors(store: NeuronStore) -> list[Predictor]:
