@@ -153,6 +153,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.batch",
         ),
         Benchmark(
+            name="ffn_prefill",
+            summary="time to the first token from a store on the disk, by the prompt's precision",
+            module="benchmarks.suites.ffn.prefill",
+        ),
+        Benchmark(
             name="ffn_nested",
             summary="a trained FFN in 4 bit whose important neurons are read in 8: KL over bits",
             module="benchmarks.suites.ffn.nested",
