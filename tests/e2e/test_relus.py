@@ -17,6 +17,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from tests.e2e import harness
 from tests.e2e.harness import engine, generate, model_path, random_prompts, run
 from vllm_tiered.adapter.ffn import relus
+from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.planner.built_model import built_shape
 
@@ -152,3 +153,15 @@ def test_neurons_from_a_store_give_the_same_tokens(tmp_path, activation):
     found = run(model, PROMPTS, KV_OFF, ffn=ffn, max_tokens=MAX_TOKENS)
     assert found.tokens == expected("llama3", activation)
     assert found.manifest["ffn"]["cache_rows"] == {"full": [0] * 3}, "all are streamed"
+
+
+def test_a_store_with_another_activation_than_the_models_is_refused(tmp_path):
+    """The fingerprint knows the folder's config.json, and not what is served in its place."""
+    store = tmp_path / "store"
+    prepare(Path(model_path("llama3-relu")), store, dtype=torch.float32)
+    ffn, overrides = {"store": str(store), "exact": True}, {"hidden_act": "drelu"}
+    with (
+        pytest.raises(ConfigError, match="prepared with relu, and the model is served with drelu"),
+        engine("llama3-relu", KV_OFF, ffn=ffn, hf_overrides=overrides),
+    ):
+        pytest.fail("the engine started")

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from tests.fakes.cuda import SimulatedCudaDevice
+from vllm_tiered.ffn.matmul import compute
+from vllm_tiered.ffn.predictor import gate
 from vllm_tiered.ffn.strategy import base
 
 NEAR = torch.device("cpu", 1)
@@ -87,6 +89,7 @@ class DeferredTorch(TorchDispatchMode):
         """Defer the layers' matmul functions as well, which torch does not dispatch."""
         for name in ("activations", "add_down"):
             monkeypatch.setattr(base, name, self._defer(getattr(base, name)))
+        monkeypatch.setattr(gate, "activations", self._defer(compute.activations))
 
     def _defer(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """Return the deferred kernel, which fills its first argument or a new tensor."""

@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,24 @@ def close(found, expected):
     """Compare with the precision of an activation in two bfloat16 numbers."""
     atol = 2.0**-14 * float(expected.abs().max())
     torch.testing.assert_close(found.cpu(), expected, atol=atol, rtol=2.0**-14)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 20], ids=lambda count: f"{count}tokens")
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_rows_without_down(monkeypatch, num_tokens, activation, device):
+    """A predictor's, which has the gate alone, or gate and up; memory behind them is not read."""
+    x_BH = torch.randn(num_tokens, HIDDEN).bfloat16()
+    whole = a_buffer(Precision.INT4, gated=activation == "drelu", device=torch.device("cpu"))
+    num_bytes = (whole.shape.num_matrices - 1) * HIDDEN // 2
+    rows = replace(whole, bundles=whole.bundles[:, :num_bytes].contiguous(), has_down=False)
+    expected = compute.activations(x_BH, whole, NUM_SLOTS, activation)
+    assert torch.equal(compute.activations(x_BH, rows, NUM_SLOTS, activation), expected)
+    monkeypatch.setattr(compute, "gpu_kernels", lambda buffer: api)
+    monkeypatch.setattr(native, "best", lambda: pytest.fail("that was the processor"))
+    near = {name: getattr(rows, name) for name in ("bundles", "scales", "up_bias")}
+    near = {name: None if one is None else one.to(device) for name, one in near.items()}
+    found = compute.activations(x_BH.to(device), replace(rows, **near), NUM_SLOTS, activation)
+    close(found, expected)
 
 
 def test_names_are_the_same_on_both_sides():

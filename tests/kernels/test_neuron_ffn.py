@@ -3,6 +3,7 @@
 
 import dataclasses
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -313,6 +314,8 @@ def test_variants_match_the_launches(variant, device):
     wanted = variant.constants
     codec, gated, fills = wanted["CODEC"], wanted["GATED"], wanted["FILLS"]
     bundles = bundles_of(4096, 1, wanted["NUM_GROUPS"], gated=gated, codec=codec, device=device)
+    if not wanted["HAS_BIAS"]:
+        bundles = replace(bundles, up_bias=None)
     missing = None
     if fills:
         ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -325,7 +328,7 @@ def test_variants_match_the_launches(variant, device):
             up_bias=None,
         )
     parameters = tuned.parameters("neuron_ffn")
-    launch = Launch(bundles, 1, wanted["TOKENS"], RELU, parameters, missing)
+    launch = Launch(bundles, 1, wanted["TOKENS"], (0.0, wanted["BOTH"]), parameters, missing)
     found = dict(launch.constants)
     assert found.pop("num_warps") == variant.num_warps
     assert found.pop("num_stages") == variant.num_stages

@@ -6,6 +6,7 @@ without a variant fails, and so does a variant without a launch.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def differences(launch: Launch, variant: Variant) -> list[str]:
 def bundles_of(codec: str, *, gated: bool) -> Bundles:
     matrices = 3 if gated else 2
     code_bits = {"bfloat16": 16, "int8": 8, "int4": 4}[codec]
-    groups = {"int8": 1, "int4": HIDDEN // 64}.get(codec)
+    groups = {"int8": HIDDEN // 64, "int4": HIDDEN // 64}.get(codec)
     return Bundles(
         slots=torch.empty((512, matrices * HIDDEN * code_bits // 8), dtype=torch.uint8),
         scales=groups and torch.empty((512, matrices, groups), dtype=torch.float16),
@@ -134,7 +135,15 @@ def missing_of(bundles: Bundles) -> Missing:
     )
 
 
-RELU = (0.0, False)
+RELU, BOTH = (0.0, False), (0.0, True)
+
+
+def predictor_rows(*, gated: bool, has_bias: bool) -> Bundles:
+    """Return the 4-bit rows of a predictor, without down."""
+    bundles = bundles_of("int4", gated=gated)
+    rows = bundles.slots[:, : (bundles.num_matrices - 1) * bundles.matrix_bytes].contiguous()
+    bias = torch.empty(512) if has_bias else None
+    return replace(bundles, slots=rows, up_bias=bias, has_down=False)
 
 
 def ffn_calls() -> Iterator[Callable[[], object]]:
@@ -158,6 +167,9 @@ def ffn_calls() -> Iterator[Callable[[], object]]:
                 given = x_BH, bundles, missing, ids, counts, RELU
                 yield partial(neuron_ffn.load_and_compute, *given)
     x_BH = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
+    for gated, has_bias, relu in ((False, False, RELU), (False, True, RELU), (True, False, BOTH)):
+        rows = predictor_rows(gated=gated, has_bias=has_bias)
+        yield partial(neuron_ffn.compute_activations, x_BH, rows, 512, relu)
     bundles, a_Bn = bundles_of("int4", gated=True), torch.empty(1, 512)
     yield partial(neuron_ffn.compute_activations, x_BH, bundles, 512, RELU)
     yield partial(neuron_ffn.add_down_projection, torch.empty(1, HIDDEN), a_Bn, bundles, 512)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from vllm_tiered.cli import prepare as cli_prepare
 from vllm_tiered.cli.main import main
+from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision, bundle_stride
 from vllm_tiered.ffn.matmul.quantise import expand
-from vllm_tiered.ffn.prepare import pipeline
+from vllm_tiered.ffn.prepare import pipeline, texts
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
 from vllm_tiered.ffn.store import layer as store_layer
-from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.store.reader import NeuronStore, check_store
+from vllm_tiered.ffn.store.writer import NeuronStoreWriter
 from vllm_tiered.storage.direct_file import aligned_pages
 
 HIDDEN, NEURONS, LAYERS = 128, 96, 3
@@ -78,6 +81,9 @@ def models(tmp_path_factory):
 def llama(models, tmp_path):
     shutil.copytree(models / "llama", tmp_path / "model")
     return tmp_path / "model"
+
+
+_calibration = cli_prepare._calibration
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +163,7 @@ def test_the_dtype_is_the_checkpoints_or_as_given(llama, tmp_path):
 def test_groups_are_as_asked_for(option, group, llama, tmp_path):
     assert prepare(llama, tmp_path / "store", *option) == 0
     with NeuronStore.open(tmp_path / "store") as store:
-        assert store.group == {Precision.FULL: None, Precision.INT8: None, Precision.INT4: group}
+        assert store.group == {Precision.FULL: None, Precision.INT8: group, Precision.INT4: group}
         assert store.scales(0, Precision.INT4).shape[2] == (HIDDEN // group if group else 1)
 
 
@@ -227,6 +233,42 @@ def test_finished_layers_are_not_done_again(llama, tmp_path, monkeypatch):
         prepare(llama, tmp_path / "store")
     assert prepare(llama, tmp_path / "store") == 0
     assert layers == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "no calibration text: give --calibration FILE, or install conversations"),
+        (("--calibration", "none.txt"), "none.txt: there is no such file"),
+        (("--predictor", "low_rank"), "no calibration text"),
+    ],
+)
+def test_a_calibration_text_is_looked_for_before_anything_is_written(
+    options, message, llama, tmp_path, monkeypatch, capsys
+):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli_prepare, "_calibration", _calibration)
+    monkeypatch.setattr(texts, "distribution", missing)
+    assert prepare(llama, tmp_path / "store", *options) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("store*"))
+    assert prepare(llama, tmp_path / "store", "--predictor", "none") == 0
+
+
+def test_predictors_of_an_interrupted_call_are_not_anothers(llama, tmp_path, monkeypatch):
+    publish = NeuronStoreWriter.publish
+    monkeypatch.setattr(NeuronStoreWriter, "publish", lambda *_: pytest.fail("it was killed"))
+    with pytest.raises(pytest.fail.Exception):
+        prepare(llama, tmp_path / "store")
+    assert list((tmp_path / "store.draft").glob("gate-*"))
+    monkeypatch.setattr(NeuronStoreWriter, "publish", publish)
+    assert prepare(llama, tmp_path / "store", "--predictor", "none") == 0
+    assert not list((tmp_path / "store").glob("gate-*"))
+    with pytest.raises(ConfigError, match="no predictors: remove it and prepare the model again"):
+        check_store(tmp_path / "store", needs_predictors=True)
+    check_store(tmp_path / "store")
 
 
 # Refusals -------------------------------------------------------------------------------

@@ -226,8 +226,8 @@ def batch_down_kernel(
 
 
 def _variants(codec: str, *, gated: bool, tokens: int) -> tuple[Variant, Variant]:
-    """Return the launches of ``batch.py`` for 4096 features, with 4-bit codes in groups of 64."""
-    groups = {"int8": 1, "int4": 64}.get(codec, 0)
+    """Return the launches of ``batch.py`` for 4096 features, with codes in groups of 64."""
+    groups = {"int8": 64, "int4": 64}.get(codec, 0)
     shape = {
         "HIDDEN": 4096,
         "WIDTH": 2048 if codec == "int4" else 4096,

@@ -269,14 +269,17 @@ def _variant(
     activates: bool = True,
     multiplies: bool = True,
     fills: bool = False,
+    has_bias: bool | None = None,
+    both: bool = False,
 ) -> Variant:
-    """Return the launch of ``api.py`` for 4096 features, with 4-bit codes in groups of 64."""
-    groups = {"int8": 1, "int4": 64}.get(codec, 0)
+    """Return the launch of ``api.py`` for 4096 features, with codes in groups of 64."""
+    groups = {"int8": 64, "int4": 64}.get(codec, 0)
+    has_bias = not gated if has_bias is None else has_bias
     pointers: dict[str, str | None] = {
         "x_BHPW": "*fp32" if activates else None,
         "slots": "*i32",
         "scales_nMG": "*fp16" if groups else None,
-        "up_bias_n": None if gated else "*fp32",
+        "up_bias_n": "*fp32" if has_bias else None,
         "a_Bn": None if activates and multiplies else "*fp32",
         "parts_PBHPW": "*fp32" if multiplies else None,
         "slab": "*i32" if fills else None,
@@ -285,7 +288,7 @@ def _variant(
         ),
         "counts": "*i32" if fills else None,
         "table_NMG": "*fp16" if fills and groups else None,
-        "table_bias_N": "*fp32" if fills and not gated else None,
+        "table_bias_N": "*fp32" if fills and has_bias else None,
     }
     strides = ("slot_stride", "slab_stride", "a_stride")
     numbers = ("num_neurons", "num_tokens", "are_slots_filled", *strides)
@@ -302,8 +305,8 @@ def _variant(
             "NUM_GROUPS": groups,
             "GATED": gated,
             "CODEC": codec,
-            "HAS_BIAS": not gated,
-            "BOTH": False,
+            "HAS_BIAS": has_bias,
+            "BOTH": both,
             "ACTIVATES": activates,
             "MULTIPLIES": multiplies,
             "FILLS": fills,
@@ -393,6 +396,18 @@ VARIANTS = (
         tokens=2,
         fills=True,
     ),
+    # Predictors: a gate, OPT's fc1, and gate and up with dReLU.
+    _variant(
+        "few_tokens.int4.gate",
+        "int4",
+        stages=8,
+        num_warps=4,
+        gated=False,
+        has_bias=False,
+        multiplies=False,
+    ),
+    _variant("few_tokens.int4.fc1", "int4", stages=8, num_warps=4, gated=False, multiplies=False),
+    _variant("few_tokens.int4.both", "int4", stages=8, num_warps=4, both=True, multiplies=False),
     _variant("few_tokens.int4.activations", "int4", stages=8, num_warps=4, multiplies=False),
     _variant("few_tokens.int4.down", "int4", stages=8, num_warps=4, activates=False),
     _reduce("bf16", halves=1, places=2),

@@ -326,6 +326,7 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             config.ffn,
             vllm_config.compilation_config.static_forward_context,
             partial(checkpoint_fingerprint, vllm_config),
+            relus.activation_of(vllm_config.model_config),
         )
         _ffns.append(ffn)
         _remove_ffn_before(offloader, ffn)

@@ -169,7 +169,7 @@ def check_config_file() -> Check:
             from vllm_tiered.ffn.store.reader import check_store
             from vllm_tiered.ffn.worth import why_dense
 
-            check_store(Path(config.ffn.store))
+            check_store(Path(config.ffn.store), needs_predictors=not config.ffn.exact)
             aside = why_dense(config.ffn)
     except (ConfigError, IntegrityError) as error:
         return Check(

@@ -51,8 +51,8 @@ def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--group",
         type=int,
-        help="number of weights that share a 4-bit scale, a divisor of the hidden size; 0 for a "
-        "whole row (default: the least divisor from 64 on)",
+        help="number of weights that share a scale in 8 and 4 bit, a divisor of the hidden size; 0 "
+        "for a whole row (default: the least divisor from 64 on)",
     )
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="data type of full precision (default: the checkpoint's)"
@@ -143,14 +143,17 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 
 def _calibration(args: argparse.Namespace) -> "Calibration | None":
     from vllm_tiered.ffn.prepare.calibration import Calibration
+    from vllm_tiered.ffn.prepare.texts import check_text
 
     if args.calibration is None and args.predictor == "none":
         return None
     num_tokens = args.calibration_tokens
     if num_tokens < 64:
         raise ConfigError(f"--calibration-tokens {num_tokens}: expected at least 64")
+    text = None if args.calibration in (None, "sharegpt") else Path(args.calibration)
+    check_text(text)  # before hours of writing neurons
     return Calibration(
-        text=None if args.calibration in (None, "sharegpt") else Path(args.calibration),
+        text=text,
         num_tokens=num_tokens,
         search_tokens=max(32, num_tokens // 8),
     )

@@ -41,9 +41,9 @@ class FfnConfig(Section):
     prefill: Literal["auto", "full", "int8", "int4"] = option(
         "auto",
         OneOf(words=("auto", "full", "int8", "int4")),
-        'Precision of the neurons that prompts stream, which are all of them. `"auto"` is 8 bit, '
-        "half the bytes of 16 bit and so about half the time to the first token, unless `mix` has "
-        "full precision and no 8 bit, or with `exact`.",
+        "Precision of the neurons that prompts and dense steps stream, which are all of them. "
+        '`"auto"` is 8 bit, half the bytes of 16, unless `mix` has full precision and no 8 bit, or '
+        "with `exact`.",
     )
     deterministic: bool = option(
         False,

@@ -3,7 +3,8 @@
 
     Dense            prompts, and decode steps that the cost model predicts to be faster densely
     SparseOnHost     decode steps: the host selects neurons and plans the cache
-    SparseOnDevice   decode steps of a few tokens, where far memory holds every missing neuron
+    SparseOnDevice   decode steps of a few tokens, where far memory holds every missing neuron and
+                     no later layer's neurons are prefetched
 
 B tokens, H hidden.
 """
@@ -104,7 +105,7 @@ class FfnLayer:
             return None
         strategy: Strategy = self.on_host
         if self.on_device is not None:
-            if len(x_BH) <= MAX_DEVICE_TOKENS:
+            if len(x_BH) <= MAX_DEVICE_TOKENS and not self.on_host.prefetches:
                 strategy = self.on_device
             else:
                 self.on_device.migrate_to_host()

@@ -13,11 +13,11 @@ from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
-from vllm_tiered.ffn.predictor.files import KINDS, load_predictor, predictor_name, read_header
+from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, read_header
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store.format import ANEW, MIX_FILE, statistics_name
-from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.store.reader import NeuronStore, kind_of, no_predictors
 from vllm_tiered.units import GIB
 from vllm_tiered.untrusted import parse_json
 
@@ -134,11 +134,9 @@ def load_predictors(store: NeuronStore) -> list[Predictor]:
         ConfigError: the store has none.
         IntegrityError: one is damaged.
     """
-    kind = _kind(store)
+    kind = kind_of(store.contents)
     if kind is None:
-        raise ConfigError(
-            f"{store.path} has no predictors: prepare it again, or set tiered.ffn.exact to true"
-        )
+        raise ConfigError(no_predictors(store.path))
     return [
         load_predictor(
             store.file(predictor_name(kind, layer)),
@@ -180,7 +178,7 @@ def active_shares(store: NeuronStore) -> list[float]:
 
     `prepare` measured the shares on calibration text. They are 1 if it did not.
     """
-    kind, layers = _kind(store), range(store.shape.num_layers)
+    kind, layers = kind_of(store.contents), range(store.shape.num_layers)
     reports = [{} if kind is None else _report(store, kind, layer) for layer in layers]
     return [min(1.0, float(report.get("predicted_share", 1.0))) for report in reports]
 
@@ -217,12 +215,6 @@ def missing_share(store: NeuronStore) -> float | None:
     found = [_read_json(store, statistics_name(n)) for n in range(store.shape.num_layers)]
     overlaps = [float(one["overlap"]) for one in found if one and "overlap" in one]
     return 1 - sum(overlaps) / len(overlaps) if overlaps else None
-
-
-def _kind(store: NeuronStore) -> str | None:
-    """Return the kind of the store's predictors; None if it has none."""
-    files = store.contents["files"]
-    return next((kind for kind in KINDS if predictor_name(kind, 0) in files), None)
 
 
 def _report(store: NeuronStore, kind: str, layer: int) -> dict[str, Any]:

@@ -108,7 +108,10 @@ class FfnRuntime:
             for index in range(plan.shape.num_layers)
         ]
         if plan.dynamic_slots:
-            for layer, later in zip(self.layers, self.layers[PREFETCH_LAYERS:], strict=False):
+            first = max(PREFETCH_LAYERS, plan.num_far_layers)
+            for layer, later in zip(
+                self.layers[first - PREFETCH_LAYERS :], self.layers[first:], strict=False
+            ):
                 assert layer.on_host is not None
                 layer.on_host.prefetch_target = later.on_host
 
@@ -177,9 +180,8 @@ class FfnRuntime:
     def _make_device_strategy(self, resources: LayerResources) -> SparseOnDevice | None:
         """Return a layer's strategy that runs on the GPU alone; None if its steps need the host.
 
-        They do if the host multiplies, if the policy is "none", if the layer's neurons are not all
-        in far memory, or if the layer prefetches neurons of a later layer from the store. A layer
-        without a cache has no sparse steps.
+        They do if the host multiplies, if the policy is "none", or if the layer's neurons are not
+        all in far memory. A layer without a cache has no sparse steps.
         """
         # Tokens whose neurons stay near, for the policies that evict by age.
         window = {"atu": 1, "window": self._window}.get(self._policy)
@@ -188,11 +190,8 @@ class FfnRuntime:
             return None
         slabs = {p: self.backend.slab(resources.index, p) for p in cache.caches}
         far = {p: slab for p, slab in slabs.items() if slab is not None}
-        later = resources.index + PREFETCH_LAYERS
-        is_last = later >= self.plan.shape.num_layers
-        prefetches = self.plan.prefetches and not is_last and later >= self.plan.num_far_layers
         is_host = not buffers or not all(map(gpu_kernels, buffers.values()))
-        if is_host or len(far) < len(slabs) or prefetches:
+        if is_host or len(far) < len(slabs):
             return None
         return SparseOnDevice(resources, far, window)
 

@@ -39,11 +39,11 @@ class Memory:
     num_far_layers: int = 32
     streamed_bytes: int = 336 * MIB
     cached: int = 40 * MIB
-    base: int = 80 * MIB
+    scored: int = 80 * MIB
     fits: int = 4
 
     def sparse_bytes(self, layer: int, tokens: int) -> tuple[int, int] | None:
-        return (tokens * self.cached, self.base) if tokens <= self.fits else None
+        return (tokens * self.cached, self.scored) if tokens <= self.fits else None
 
 
 def case(near_gib=8, **changes):

@@ -43,7 +43,7 @@ def check_folders(config: TieredConfig, vllm_config: "VllmConfig") -> None:
     if vllm_config.parallel_config.distributed_executor_backend == "ray":
         return
     if config.ffn.store is not None:
-        check_store(Path(config.ffn.store))
+        check_store(Path(config.ffn.store), needs_predictors=not config.ffn.exact)
     if config.weights.storage_path is not None:
         _check_folder("weights", Path(config.weights.storage_path))
     if config.experts.storage_path is not None:

@@ -43,18 +43,23 @@ class FfnEngine:
         config: the ``ffn`` section, with a store.
         context: vLLM's modules that ops find by name (``static_forward_context``).
         fingerprint: returns the fingerprint of the model that the engine serves.
+        activation: the model's, a name of ``ffn.activation``; None if it is not known.
 
     Attributes:
         runtime: the FFN layers; None until the model is loaded.
     """
 
     def __init__(
-        self, config: FfnConfig, context: dict[str, Any], fingerprint: Callable[[], str]
+        self,
+        config: FfnConfig,
+        context: dict[str, Any],
+        fingerprint: Callable[[], str],
+        activation: str | None = None,
     ) -> None:
         assert config.store is not None
         self._config, self._folder = config, config.store
         self._context = context
-        self._fingerprint = fingerprint
+        self._fingerprint, self._activation = fingerprint, activation
         self._modules: list[tuple[SparseFfn, FfnEnd]] = []
         self._before: dict[str, float] = {}
         self._failure: Exception | None = None
@@ -114,6 +119,12 @@ class FfnEngine:
         try:
             _check_device(device, near_device)
             _check(store, sizes, len(self._modules))
+            if self._activation not in (None, store.activation):
+                raise ConfigError(
+                    f"{store.path} was prepared with {store.activation}, and the model is served "
+                    f"with {self._activation}: set hidden_act in its config.json, not in "
+                    "--hf-overrides, and prepare it again"
+                )
             self.runtime = open_runtime(
                 self._config, store, device, num_ranks=ranks, near_device=near_device
             )

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 
 from vllm_tiered.config import ROOT_KEY
 from vllm_tiered.errors import UnsupportedError
+from vllm_tiered.ffn.activation import name_of
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -111,6 +112,19 @@ def build(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         type(model).__name__,
     )
     return model
+
+
+def activation_of(model_config: Any) -> str | None:
+    """Return a model's activation as a neuron store names it; None if its configuration does not.
+
+    Raises:
+        ConfigError: FATReLU has no threshold.
+    """
+    text_config = model_config.hf_text_config
+    for key in ("hidden_act", "activation_function"):
+        if isinstance(found := getattr(text_config, key, None), str):
+            return name_of(found, getattr(text_config, "hidden_act_param", None))
+    return None
 
 
 def _activation(model_config: Any) -> str | None:

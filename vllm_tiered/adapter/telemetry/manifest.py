@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: what the plugin took over, stated in the log at start and at ``/tiered`` now."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -210,6 +211,12 @@ class WeightsManifest:
         )
 
 
+def _span(counts: Sequence[int]) -> str:
+    """Return the least and the most of some counts in words."""
+    least, most = min(counts), max(counts)
+    return str(most) if least == most else f"{least} to {most}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FfnManifest:
     """Manifest of the layers' FFN of one rank; bytes are this rank's.
@@ -218,7 +225,7 @@ class FfnManifest:
         mix: shares of the neurons by precision; None if all are computed in full.
         predictor: the predictor that ranks them; None if there is none.
         cache: the cache policy.
-        cache_rows: neurons that a layer's cache holds, by precision.
+        cache_rows: by precision, how many neurons each layer's cache holds.
         near_bytes: near memory of caches, staging buffers, tables and predictors.
         far_layers: layers whose neurons far memory holds.
         far_bytes: far memory of neurons.
@@ -271,9 +278,7 @@ class FfnManifest:
         else:
             shares = ", ".join(f"{share:.0%}" for share in self.mix)
             what = f"{shares} of the neurons in full, 8 and 4 bit by {self.predictor}"
-        rows = ", ".join(
-            f"{min(counts)} to {max(counts)} {name}" for name, counts in self.cache_rows.items()
-        )
+        rows = ", ".join(f"{_span(counts)} {name}" for name, counts in self.cache_rows.items())
         far = f"{self.far_layers} layers ({format_bytes(self.far_bytes)})"
         return (
             f"tiered ffn: took over {self.num_layers} layers of {self.neurons} neurons, {what}; "

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -74,22 +75,29 @@ def load_predictor(
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        predictor: Predictor
-        if header["kind"] == Gate.name:
-            predictor = Gate.from_tensors(tensors, str(header["activation"]))
-        else:
-            predictor = LowRank.from_tensors(tensors, float(header["threshold"]))
+        predictor = _made(header, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError, AssertionError) as error:
         raise IntegrityError(f"{path} is damaged ({error}): run prepare again") from error
     if first_neuron == 0 and num_neurons in (None, predictor.num_neurons):
-        return predictor
+        return _in_memory(header, predictor)
     end = predictor.num_neurons if num_neurons is None else first_neuron + num_neurons
     if not 0 <= first_neuron < end <= predictor.num_neurons:
         raise ConfigError(
             f"neurons {first_neuron} to {end} are wanted, but {path} is of"
             f" {predictor.num_neurons}: it is another model's"
         )
-    return predictor.shard(first_neuron, end - first_neuron)
+    return _in_memory(header, predictor.shard(first_neuron, end - first_neuron))
+
+
+def _made(header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Predictor:
+    if header["kind"] == Gate.name:
+        return Gate.from_tensors(tensors, str(header["activation"]))
+    return LowRank.from_tensors(tensors, float(header["threshold"]))
+
+
+def _in_memory(header: Mapping[str, Any], predictor: Predictor) -> Predictor:
+    """Return the predictor in memory of its own: what is read are pages of the file, mapped."""
+    return _made(header, {name: one.clone() for name, one in predictor.tensors().items()})
 
 
 def read_header(path: Path, fingerprint: str | None = None) -> dict[str, Any]:

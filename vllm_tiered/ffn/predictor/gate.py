@@ -5,7 +5,8 @@
     relu(gate x) * relu(up x)         dReLU: gate and up in 4 bit; a sixth
     relu(fc1 x + bias)                OPT: fc1 in 4 bit; an eighth
 
-Nothing is trained, and a sign that 4 bits get wrong is that of a neuron near 0, which adds little.
+Nothing is trained. A sign that 4 bits get wrong is that of a neuron near 0, which adds little (with
+FATReLU, of one near its threshold). Scales take an eighth of the codes' bytes more.
 Ours, from no paper: LLM in a flash, Deja Vu and PowerInfer train low-rank predictors.
 
 B tokens, H features of the hidden state, N neurons of a layer, R rows of a neuron that are kept

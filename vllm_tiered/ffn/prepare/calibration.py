@@ -20,8 +20,14 @@ from typing import Any
 
 import torch
 
+from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.predictor.files import load_predictor, predictor_name, save_predictor
+from vllm_tiered.ffn.predictor.files import (
+    load_predictor,
+    predictor_name,
+    read_header,
+    save_predictor,
+)
 from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint
@@ -145,7 +151,20 @@ def recording(watched: Watched) -> Step:
 def predicting(watched: Watched, predictor: str) -> Step:
     """Return the step that makes predictors of a kind, and measures them on the recordings."""
     work = _measure_gate if predictor == Gate.name else _train
-    return _per_layer(watched, predictor, partial(predictor_name, predictor), work)
+    name = partial(predictor_name, predictor)
+    for layer in range(watched.checkpoint.shape.num_layers):
+        path = watched.out / name(layer)
+        if not _is_measured(path, watched.checkpoint.fingerprint):
+            path.unlink(missing_ok=True)
+    return _per_layer(watched, predictor, name, work)
+
+
+def _is_measured(path: Path, fingerprint: str) -> bool:
+    """Return whether a file is a predictor of this version, with a report."""
+    try:
+        return bool(read_header(path, fingerprint)["report"])
+    except (ConfigError, IntegrityError):
+        return False
 
 
 def statistics(watched: Watched) -> Step:
@@ -231,16 +250,17 @@ def _search(watched: Watched, predictor: str, group: int | None, _: int) -> None
         loaded = load_predictor(path, checkpoint.fingerprint)
         return loaded.scores, loaded.threshold
 
-    def uncertainties(mixes: Sequence[Mix]) -> list[Uncertainty]:
+    def uncertainties(mixes: Sequence[Mix], *, is_ranked: bool = True) -> list[Uncertainty]:
         # Inactive neurons are left out with any mix, also if all have the same precision.
+        ranking = by_files if is_ranked else None
         variants = {
-            str(mix.shares): Variant(mix=mix, group=group, ranking=by_files) for mix in mixes
+            str(mix.shares): Variant(mix=mix, group=group, ranking=ranking) for mix in mixes
         }
         outcomes = evaluate(LayerwiseModel(checkpoint.folder), texts, variants, full_bits=full_bits)
         return [outcomes[str(mix.shares)].uncertainty for mix in mixes]
 
     found = search(uncertainties, calibration.budget_bits or full_bits / 2, full_bits=full_bits)
-    plain = tuple(map(Candidate, PLAIN, uncertainties(PLAIN)))
+    plain = tuple(map(Candidate, PLAIN, uncertainties(PLAIN, is_ranked=False)))
     _put(mix_json(found, plain, predictor, full_bits), watched.out / MIX_FILE)
 
 

@@ -132,7 +132,7 @@ class Variant:
     """Variant of a model to evaluate.
 
     Attributes:
-        group: weights that share a 4-bit scale; None for a row.
+        group: weights that share a scale in 8 and 4 bit; None for a row.
         ranking: takes a layer and its copies, and returns a function that scores neurons and the
             threshold below which neurons are left out. None if the mix has one precision only.
     """
@@ -197,7 +197,7 @@ def _ffn(
     layer: int, weights: FfnWeights, variant: Variant, copies: dict[int | None, Copies]
 ) -> MixedFfn:
     if variant.group not in copies:
-        groups = {Precision.INT8: None, Precision.INT4: variant.group}
+        groups = dict.fromkeys((Precision.INT8, Precision.INT4), variant.group)
         copies[variant.group] = Copies.of(weights, groups)
     found = copies[variant.group]
     if variant.ranking is None:

@@ -16,7 +16,7 @@ import torch
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul.quantise import default_group
-from vllm_tiered.ffn.predictor.files import predictor_name, save_predictor
+from vllm_tiered.ffn.predictor.files import KINDS, predictor_name, save_predictor
 from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.predictor.low_rank import LowRank
 from vllm_tiered.ffn.prepare.calibration import Calibration, calibrated_steps
@@ -108,7 +108,7 @@ def prepare(
     Args:
         model: folder with a Hugging Face checkpoint.
         out: the store's folder.
-        group: weights that share a 4-bit scale; None for the default, 0 for a row.
+        group: weights that share a scale; None for the default, 0 for a row.
         dtype: dtype of full precision; None for the checkpoint's.
         predictor: a key of ``PREDICTORS``.
         calibration: settings for statistics and the ratio search; None to run only what the
@@ -125,8 +125,8 @@ def prepare(
     """
     checkpoint = Checkpoint(model, dtype)
     hidden = checkpoint.shape.hidden
-    int4_group = default_group(hidden) if group is None else group or None
-    groups = {p: int4_group if p is Precision.INT4 else None for p in precisions}
+    given = default_group(hidden) if group is None else group or None
+    groups = {p: None if p is Precision.FULL else given for p in precisions}
     form = StoreFormat(
         model=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
@@ -150,6 +150,9 @@ def prepare(
         model=form.model,
     )
     try:
+        for kind in {*KINDS} - {predictor}:  # of an interrupted call with other settings
+            for path in writer.draft.glob(f"{kind}-*"):
+                path.unlink()
         others = PREDICTORS[predictor](
             Preparation(checkpoint=checkpoint, writer=writer, calibration=calibration)
         )

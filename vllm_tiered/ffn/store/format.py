@@ -4,8 +4,7 @@
 NAME/store.json           header: the model, offsets of the sections, checksums of the other files
 NAME/neurons.bin          a section of bundles for each layer and precision; it begins at a multiple
                           of 4 KiB, and bundles are at the stride of ffn/layout.py
-NAME/tables.safetensors   for each layer: scales and checksums of the bundles by precision, biases,
-                          and norms of the down columns
+NAME/tables.safetensors   for each layer: scales and checksums of the bundles by precision, biases
 NAME/...                  files of other steps of `prepare`; the header has their checksums
 """
 
@@ -97,7 +96,7 @@ class StoreFormat:
         """Estimated size of the tables in bytes."""
         shape = self.shape
         scales = sum(2 * shape.num_matrices * self.num_groups(p) for p in self.groups)
-        of_neuron = scales + 8 * len(self.groups) + 4 + shape.dtype_bytes
+        of_neuron = scales + 8 * len(self.groups) + shape.dtype_bytes
         of_layer = shape.neurons * of_neuron + shape.hidden * shape.dtype_bytes
         return shape.num_layers * (of_layer + 1024)
 

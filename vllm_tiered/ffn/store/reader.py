@@ -5,6 +5,7 @@ Each bundle's checksum is verified after the read. A bad bundle is read once mor
 bad, the reader raises an error that names it, because a model cannot run without its weights.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from vllm_tiered.devices.pages import PageIds
-from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_tiered.ffn.activation import parse
 from vllm_tiered.ffn.layout import FfnShape, Precision, bundle_bytes, bundle_stride
+from vllm_tiered.ffn.predictor.files import KINDS, predictor_name
 from vllm_tiered.ffn.store import format as store_format
 from vllm_tiered.ffn.store.format import HEADER, NEURONS, TABLES, StoreFormat
 from vllm_tiered.storage.checksums import checksum
@@ -262,14 +265,33 @@ class NeuronStore:
         return content
 
 
-def check_store(folder: Path) -> None:
+def check_store(folder: Path, *, needs_predictors: bool = False) -> None:
     """Check that a folder is a neuron store that this version reads, by its header and sizes.
 
     Raises:
-        ConfigError: there is no store, it cannot be read, or it is of another version.
+        ConfigError: there is no store, it cannot be read, is of another version, or lacks
+            predictors that are needed.
         IntegrityError: the store is damaged.
     """
-    _read_header(folder)
+    contents, _ = _read_header(folder)
+    if needs_predictors and kind_of(contents) is None:
+        raise ConfigError(no_predictors(folder))
+
+
+def kind_of(contents: Mapping[str, Any]) -> str | None:
+    """Return the kind of a store's predictors from its header; None if it has none."""
+    asked = contents.get("notes", {}).get("predictor")
+    files = contents["files"]
+    kinds = [asked] if asked in KINDS else KINDS
+    return next((kind for kind in kinds if predictor_name(kind, 0) in files), None)
+
+
+def no_predictors(folder: Path) -> str:
+    """Return what is wrong with a store that has no predictors."""
+    return (
+        f"{folder} has no predictors: remove it and prepare the model again, or set "
+        "tiered.ffn.exact to true"
+    )
 
 
 def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
@@ -293,6 +315,13 @@ def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
         form = StoreFormat.from_json(contents)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{header} is damaged ({error!r}): {store_format.ANEW}") from error
+    try:
+        parse(form.activation)
+    except UnsupportedError as error:
+        raise ConfigError(
+            f"{folder} was made by an earlier version ({error}): leave {KNOB} out, and remove the "
+            "folder; a quantised checkpoint is better for such a model"
+        ) from None
     if neurons_bytes != form.neurons_bytes:
         raise IntegrityError(
             f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "

@@ -67,7 +67,7 @@ class LayerResources:
     Attributes:
         index: index of the layer in the order of computation.
         rank: resources that the layers share.
-        tables: scales, biases and norms of all of the layer's neurons.
+        tables: scales and biases of all of the layer's neurons.
         buffers: the layer's near cache buffers, by precision.
         loader: loads neurons into the buffers.
         cache: the host's cache index; None if the buffers' neurons never change.

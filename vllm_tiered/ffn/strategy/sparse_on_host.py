@@ -27,6 +27,12 @@ class SparseOnHost(SparseStrategy):
         super().__init__(resources)
         self.prefetch_target: SparseOnHost | None = None
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether the present step prefetches a later layer's neurons."""
+        preload = self._rank.preload
+        return self.prefetch_target is not None and preload is not None and preload.is_on
+
     def compute(self, x_BH: torch.Tensor, *, is_warm: bool) -> torch.Tensor | None:
         """Compute the step as :meth:`Strategy.compute`; wait for the scores."""
         rank, index, num_tokens = self._rank, self._index, len(x_BH)
@@ -73,8 +79,8 @@ class SparseOnHost(SparseStrategy):
         One copy brings both sets of scores to the host.
         """
         own = self._selector.encode(self._predictor.scores(x_BH))
-        target, preload = self.prefetch_target, self._rank.preload
-        if target is None or preload is None or not preload.is_on:
+        target = self.prefetch_target
+        if target is None or not self.prefetches:
             return self._selector.decode(self._rank.mailbox.d2h([own])[0]), None
         own, later = self._rank.mailbox.d2h([own, target.predict_next(x_BH)])
         return self._selector.decode(own), target.decode(later)

@@ -294,6 +294,7 @@ def rewrite(folder, **changes):
             ConfigError,
             "has version 9, and this .* reads version 1",
         ),
+        (lambda f: rewrite(f, activation="silu"), ConfigError, "made by an earlier version"),
         (lambda f: rewrite(f, dtype="nonsense"), IntegrityError, "store.json is damaged"),
         (lambda f: rewrite(f, sections=[]), IntegrityError, "store.json is damaged"),
         (lambda f: rewrite(f, files={}), IntegrityError, "has lost its tables"),
