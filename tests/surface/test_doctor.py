@@ -220,7 +220,7 @@ def test_version_and_usage(capsys):
 
 
 def test_a_store_that_is_of_no_use_or_is_none(tmp_path, monkeypatch):
-    store = neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE)
+    store = neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE, has_gates=True)
     file = tmp_path / "tiered.toml"
     monkeypatch.setenv("VLLM_TIERED_CONFIG", str(file))
     file.write_text(f"[ffn]\nstore = '{store}'\n")

@@ -118,7 +118,7 @@ def test_a_kv_file_in_memory_is_warned_of_with_its_size(caplog_vllm):
 
 
 def test_a_neuron_store_is_looked_at(tmp_path):
-    folder = written(tmp_path / "store", SMALL)
+    folder = written(tmp_path / "store", SMALL, has_gates=True)
     config = TieredConfig.from_dict({"ffn": {"store": str(folder)}})
     check_folders(config, engine())
     os.truncate(folder / "neurons.bin", 8192)

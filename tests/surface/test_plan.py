@@ -511,7 +511,9 @@ def stored_ffn(tmp_path, answers, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
-    return str(folder), str(neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE))
+    return str(folder), str(
+        neuron_stores.written(tmp_path / "store", neuron_stores.MIDDLE, has_gates=True)
+    )
 
 
 def test_a_neuron_store_is_planned_as_the_engine_does(stored_ffn, capsys):
