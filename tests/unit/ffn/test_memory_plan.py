@@ -78,6 +78,25 @@ def test_each_layer_has_the_slots_that_it_needs() -> None:
         counts(sum(wanted) - 1)
 
 
+@pytest.mark.parametrize("shares", [(1, 0, 0), (0.25, 0.25, 0.5), (0, 0.3, 0.7)])
+def test_what_tokens_want_is_given_to_the_slot(shares: tuple[float, float, float]) -> None:
+    """Rounding takes no slot from any layer, and no byte more than there are."""
+    for number in range(1, 200):
+        active = [(number + layer) / 231 for layer in range(30)]
+        wanted = [Mix.from_shares(shares).counts(math.ceil(share * 1536)) for share in active]
+        least = sum(
+            max(1, count) * bundle_stride(SHAPE, precision)
+            for counts in wanted
+            for precision, part, count in zip(Precision, shares, counts, strict=True)
+            if part
+        )
+        near_bytes = planned(shares, active).staging_bytes + least
+        plan = planned(shares, active, near_bytes)
+        assert plan.near_bytes <= near_bytes
+        for slots, counts in zip(plan.cache_slots, wanted, strict=True):
+            assert all(slots.get(p, 0) >= n for p, n in zip(Precision, counts, strict=True))
+
+
 def test_a_sparse_step_multiplies_what_its_tokens_want() -> None:
     """Bundles take 3456, 1728 and 864 bytes, in slots of 4096, 2048 and 1024."""
     plan = planned((0.25, 0.25, 0.5), [0.25, *[1.0] * 29])

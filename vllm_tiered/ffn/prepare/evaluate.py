@@ -18,7 +18,6 @@ from torch import nn
 from vllm_tiered.ffn.activation import activate
 from vllm_tiered.ffn.layout import FfnShape, Precision
 from vllm_tiered.ffn.matmul.quantise import expand, quantise
-from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.checkpoint import FfnWeights
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.ratio_search import Uncertainty
@@ -236,10 +235,3 @@ def _outcome(
         bits=bits,
         uncertainty=Uncertainty(entropy / num_after, math.exp(after_surprise / num_after)),
     )
-
-
-def by_gate(_: int, copies: Copies) -> tuple[Scores, float | None]:
-    """Rank by :class:`Gate`, made from the layer's own weights."""
-    weights = copies.weights
-    gate = Gate.of(weights.rows_NMH, weights.up_bias_N, weights.activation)
-    return gate.scores, gate.threshold

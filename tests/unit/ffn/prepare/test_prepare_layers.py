@@ -11,8 +11,9 @@ import torch
 from tests.fixtures.tiny_models import KINDS, LAYERS, NEURONS, tiny_model, tiny_texts
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.layout import Precision
+from vllm_tiered.ffn.predictor.gate import Gate
 from vllm_tiered.ffn.prepare.checkpoint import Checkpoint, FfnWeights
-from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn, by_gate
+from vllm_tiered.ffn.prepare.evaluate import Copies, MixedFfn
 from vllm_tiered.ffn.prepare.layerwise import LayerwiseModel, ffn_weights, replace_ffn
 from vllm_tiered.ffn.prepare.record import (
     num_recorded,
@@ -148,8 +149,8 @@ def test_a_gate_leaves_out_neurons_that_are_inactive_in_4_bit():
     torch.manual_seed(0)
     copies = Copies.of(FfnWeights(torch.randn(64, 2, 32), None, None, "relu"), GROUPS)
     x = torch.randn(1, 32)
-    score, threshold = by_gate(0, copies)
-    chosen = select(score(x), ALL, threshold).full
+    gate = Gate.of(copies.weights.rows_NMH)
+    chosen = select(gate.scores(x), ALL, gate.threshold).full
     active_N = copies.activations(x, Precision.FULL)[0] > 0
     assert 0 < len(chosen) < 64
     # Signs that differ are those of neurons near 0.
