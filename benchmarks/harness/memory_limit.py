@@ -41,7 +41,7 @@ class Outcome:
 def can_limit() -> bool:
     """Return whether a control group can be created here."""
     try:
-        with _group(None) as group:
+        with control_group(None) as group:
             return group is not None
     except OSError:
         return False
@@ -63,12 +63,11 @@ def run_limited(
     Raises:
         subprocess.TimeoutExpired: it took too long; it has been killed.
     """
-    with _group(limit_bytes) as group, tempfile.TemporaryFile("w+") as log:
-        procs = None if group is None else group / "cgroup.procs"
+    with control_group(limit_bytes) as group, tempfile.TemporaryFile("w+") as log:
 
         def join() -> None:
-            if procs is not None:
-                procs.write_text(str(os.getpid()))
+            if group is not None:
+                join_group(group)
 
         process = subprocess.Popen(
             command,
@@ -92,13 +91,17 @@ def run_limited(
             returncode=process.returncode,
             output=log.read()[-_KEPT_CHARACTERS:],
             peak_bytes=None if group is None else _peak(group),
-            was_killed=group is not None and _oom_kills(group) > 0,
+            was_killed=group is not None and oom_kills(group) > 0,
         )
 
 
 @contextmanager
-def _group(limit_bytes: int | None) -> Iterator[Path | None]:
-    """Yield a control group with the limit; None if none can be made and none is asked for."""
+def control_group(limit_bytes: int | None) -> Iterator[Path | None]:
+    """Yield a control group with the limit; None if none can be made and none is asked for.
+
+    Raises:
+        OSError: there is a limit, and no control group can be made.
+    """
     is_v2 = "memory" in _read(_ROOT / "cgroup.controllers").split()
     group = (_ROOT if is_v2 else _ROOT / "memory") / f"vllm-tiered-{uuid.uuid4().hex[:8]}"
     try:
@@ -124,6 +127,11 @@ def _group(limit_bytes: int | None) -> Iterator[Path | None]:
             group.rmdir()
 
 
+def join_group(group: Path) -> None:
+    """Move this process, and what it starts from now on, into a control group."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
 def _peak(group: Path) -> int | None:
     for name in ("memory.peak", "memory.max_usage_in_bytes"):
         text = _read(group / name).strip()
@@ -132,7 +140,8 @@ def _peak(group: Path) -> int | None:
     return None
 
 
-def _oom_kills(group: Path) -> int:
+def oom_kills(group: Path) -> int:
+    """Return how many processes of a control group were killed for lack of memory."""
     for name in ("memory.events", "memory.oom_control"):
         for line in _read(group / name).splitlines():
             if line.startswith("oom_kill "):

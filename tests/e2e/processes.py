@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.memory_limit import join_group
 from tests.e2e.harness import model_path, random_prompts
 from tests.e2e.script_start import FORK
 
@@ -28,12 +29,15 @@ OWN_PROCESSES = {
 def start(tmp_path: Path) -> Iterator[Any]:
     processes: list[subprocess.Popen[str]] = []
 
-    def start(expansion: str, arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        expansion: str, arguments: str, group: Path | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.endless_script", model_path("deep"),
              str(tmp_path), expansion, arguments],
             cwd=ROOT, env={**os.environ, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=None if group is None else lambda: join_group(group),
         )  # fmt: skip
         processes.append(process)
         return process

@@ -204,12 +204,12 @@ def test_files_take_the_place_of_host_memory_that_is_too_small(
     seen = []
     place = offloader.TieredOffloader._place
 
-    def watched(self, layers):
+    def watched(self, layers, freed_bytes):
         seen.append(len(mapped_files()))
         large = [t for one in layers for _, t in offloader.tensors_of_readers(one)]
         large = [tensor for tensor in large if tensor.nbytes >= quantized.SMALLEST_BYTES]
         assert len(large) >= 4 * 4 and seen == [len(large)]
-        place(self, layers)
+        place(self, layers, freed_bytes)
 
     monkeypatch.setattr(offloader.TieredOffloader, "_place", watched)
     options = weights | {"storage_path": str(tmp_path / "made")}

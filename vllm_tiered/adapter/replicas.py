@@ -47,6 +47,12 @@ def read_replicas(vllm_config: Any) -> Replicas:
     return Replicas(**stated) if stated else Replicas()
 
 
+def ranks_here(vllm_config: Any) -> int:
+    """Return how many ranks share this host's memory: an engine's here, of each replica here."""
+    local = max(1, int(vllm_config.parallel_config.local_world_size))
+    return local * read_replicas(vllm_config).here
+
+
 def is_first_here(parallel_config: Any) -> bool:
     """Return whether an engine is the first of its server on this host."""
     return not parallel_config.data_parallel_rank_local

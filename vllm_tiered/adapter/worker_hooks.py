@@ -16,6 +16,7 @@ from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.kv import obstacles, warm_up
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
+from vllm_tiered.adapter.replicas import ranks_here
 from vllm_tiered.adapter.weights import loading
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
@@ -246,6 +247,7 @@ def _begin_experts(vllm_config: Any) -> "ExpertsEngine | None":
         model=partial(describe_checkpoint, vllm_config),
         rank=parallel.rank,
         num_ranks=parallel.world_size,
+        ranks_here=ranks_here(vllm_config),
     )
     _experts.append((vllm_config, engine))
     return engine
@@ -315,6 +317,7 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             config.weights,
             rank=parallel.rank,
             num_ranks=parallel.world_size,
+            ranks_here=ranks_here(vllm_config),
             model=partial(describe_checkpoint, vllm_config),
             is_elsewhere=_is_in_slots,
             elsewhere_bytes=_far_bytes_of_experts,
@@ -327,6 +330,7 @@ def _create_offloader(original: Any, *args: Any, **kwargs: Any) -> BaseOffloader
             vllm_config.compilation_config.static_forward_context,
             partial(checkpoint_fingerprint, vllm_config),
             relus.activation_of(vllm_config.model_config),
+            ranks_here=ranks_here(vllm_config),
         )
         _ffns.append(ffn)
         _remove_ffn_before(offloader, ffn)

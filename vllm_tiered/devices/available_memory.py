@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from vllm_tiered.units import format_bytes
+
 FAR_SHARE = 0.5
 """Share of the memory available at the start that a far tier of size "auto" takes."""
 
@@ -38,6 +40,12 @@ class HostMemory:
         if self.limit_bytes is None or self.limit_used_bytes is None:
             return self.available_bytes
         return min(self.available_bytes, max(0, self.limit_bytes - self.limit_used_bytes))
+
+    def describe_limit(self) -> str:
+        """Return in words what the usable bytes are left of."""
+        if self.limit_bytes is None or self.usable_bytes == self.available_bytes:
+            return f"what the host's {format_bytes(self.total_bytes)} have left"
+        return f"what the cgroup limit of {format_bytes(self.limit_bytes)} leaves"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
-from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.memory_plan import FfnPlan, plan_exact, plan_mixed
 from vllm_tiered.ffn.predictor.base import Predictor
@@ -18,7 +18,7 @@ from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.selection import Mix
 from vllm_tiered.ffn.store.format import ANEW, MIX_FILE, statistics_name
 from vllm_tiered.ffn.store.reader import NeuronStore, kind_of, no_predictors
-from vllm_tiered.units import GIB
+from vllm_tiered.units import GIB, format_bytes
 from vllm_tiered.untrusted import parse_json
 
 _INDEX_BYTES = 20
@@ -53,6 +53,14 @@ def open_runtime(
     predictors = [] if config.exact else load_predictors(store)
     is_gpu = near_device is not None and near_device.type == "cuda"
     plan = make_plan(config, store, predictors, num_ranks=num_ranks, has_index=is_gpu)
+    memory = read_host_memory()
+    usable = memory.usable_bytes // num_ranks
+    if plan.far_bytes > usable:
+        raise BudgetError(
+            f"ffn.far_gib={config.far_gib} has {format_bytes(plan.far_bytes)} of neurons in far "
+            f"memory, and only {format_bytes(usable)} can be allocated per rank "
+            f"({memory.describe_limit()}): lower ffn.far_gib, the rest is read from the store"
+        )
     return FfnRuntime(
         store,
         plan,

@@ -66,7 +66,7 @@ def measure_nodes(
         if num_bytes:
             with device.with_nodes(replace(device.node_use, only=node.number)):
                 seconds = _read_seconds(device, near_device, num_bytes)
-            found[node.number] = NodeRead(node.number, node.usable_bytes, num_bytes, seconds)
+            found[node.number] = NodeRead(node.number, available, num_bytes, seconds)
     if len(found) < 2:
         return []
     rates = {number: read.bytes_per_s for number, read in found.items()}

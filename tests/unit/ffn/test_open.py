@@ -8,9 +8,12 @@ import pytest
 from tests.fixtures.ffn_models import random_ffn
 from tests.fixtures.ffn_runtimes import Scripted
 from vllm_tiered.config import FfnConfig
-from vllm_tiered.errors import ConfigError
+from vllm_tiered.devices.available_memory import HostMemory
+from vllm_tiered.devices.cpu import CpuDevice
+from vllm_tiered.errors import BudgetError, ConfigError
+from vllm_tiered.ffn import open as opening
 from vllm_tiered.ffn.layout import Precision
-from vllm_tiered.ffn.open import make_plan
+from vllm_tiered.ffn.open import make_plan, open_runtime
 from vllm_tiered.ffn.predictor.base import Predictor
 from vllm_tiered.ffn.store.reader import NeuronStore
 
@@ -57,3 +60,19 @@ def test_a_precision_that_the_store_lacks(store: Path, monkeypatch: pytest.Monke
         config = FfnConfig(store=str(store), far_gib=0.0, mix=(0.5, 0, 0.5), prefill="int8")
         with pytest.raises(ConfigError, match="no neurons in int8"):
             make_plan(config, opened, [Scripted(96) for _ in range(3)], num_ranks=1)
+
+
+def test_more_far_neurons_than_the_host_has(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written as the store is opened, where the kernel would end the engine."""
+    memory = HostMemory(
+        total_bytes=1 << 30, available_bytes=1 << 12, limit_bytes=None, limit_used_bytes=None
+    )
+    monkeypatch.setattr(opening, "read_host_memory", lambda: memory)
+    config = FfnConfig(store=str(store), far_gib=1.0, exact=True)
+    found = (
+        r"only 2\.00 KiB can be allocated per rank \(what the host's 1\.00 GiB have left\): lower"
+    )
+    device = CpuDevice()
+    with NeuronStore.open(store) as opened, pytest.raises(BudgetError, match=found):
+        open_runtime(config, opened, device, num_ranks=2)
+    device.close()

@@ -66,6 +66,7 @@ class ExpertsEngine:
         context: vLLM's modules that ops find by name (``static_forward_context``).
         model: returns the identity of the model's weights, for the file of stored experts.
         rank, num_ranks: tensor-parallel rank and number of ranks.
+        ranks_here: ranks that share the host's memory.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class ExpertsEngine:
         model: Callable[[], Mapping[str, str]],
         rank: int,
         num_ranks: int,
+        ranks_here: int = 1,
     ) -> None:
         self._config, self._context = config, context
         self._model = model
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks, self._ranks_here = rank, num_ranks, ranks_here
         self._device = make_device()
         self._layers: list[Adopted] = []
         self._slots = Slots(config=config, device=self._device)
@@ -89,6 +91,7 @@ class ExpertsEngine:
             self._embeddings = Embeddings(folder, self._is_any_stored, self._bytes_to_reserve)
         self._far_bytes = 0
         self._far_budget: float | None = None
+        self._usable_bytes: int | None = None
         self._stored_bytes = 0
         self._is_checked = self._is_complete = False
         self._before: dict[str, float] = {}
@@ -124,10 +127,13 @@ class ExpertsEngine:
         Raises:
             UnsupportedError: the layer's experts cannot pass through slots; the message says why.
             ConfigError, BudgetError: the file of stored experts cannot be made or used.
+            BudgetError: the host does not have the memory of the far experts.
         """
         check_layer(layer)
         if self._has_fallback:
             copies.check(layer)
+        if self._usable_bytes is None:  # once, before any expert is in host memory
+            self._usable_bytes = read_host_memory().usable_bytes // self._ranks_here
         self._move_to_host(layer)
         if self._config.storage_path is not None and self._file is None:
             self._slots.file = self._open_file(self._config.storage_path, layer)
@@ -139,6 +145,7 @@ class ExpertsEngine:
         self._layers.append(adopted)
         if not adopted.stored:
             self._far_bytes += num_bytes
+            self._check_host(self._usable_bytes)
         else:
             self._prepare_loading(adopted, bundle_of(tensors))
         self._check_before_loading(layer, bundle_of(tensors))
@@ -313,7 +320,7 @@ class ExpertsEngine:
             model=self._model(),
             settings=settings,
         )
-        usable = read_host_memory().usable_bytes // self._num_ranks
+        usable = read_host_memory().usable_bytes // self._ranks_here
         if file.is_filled and self._config.far_gib == "auto" and file.far_bytes > usable:
             file.discard(
                 f"leaves {format_bytes(file.far_bytes)} to far memory, which has "
@@ -327,10 +334,20 @@ class ExpertsEngine:
         if self._file.is_filled:
             return layer.layer_name in self._file.layers
         if self._far_budget is None:  # once, as what the layers take now is not allocated yet
-            usable = read_host_memory().usable_bytes // self._num_ranks
+            usable = read_host_memory().usable_bytes // self._ranks_here
             far_gib = self._config.far_gib
             self._far_budget = FAR_SHARE * usable if far_gib == "auto" else float(far_gib) * GIB
         return self._far_bytes + num_bytes > self._far_budget
+
+    def _check_host(self, usable_bytes: int) -> None:
+        """Check that the host has the memory, which is first written while the model is loaded."""
+        if self._far_bytes > usable_bytes:
+            raise BudgetError(
+                f"experts: {len(self._layers)} layers take {format_bytes(self._far_bytes)} of far "
+                f"memory, and only {format_bytes(usable_bytes)} can be allocated per rank "
+                f"({read_host_memory().describe_limit()}): set experts.storage_path to a folder on "
+                "an SSD, or lower experts.far_gib if it is set"
+            )
 
     def _is_any_stored(self) -> bool:
         return any(one.stored for one in self._layers)

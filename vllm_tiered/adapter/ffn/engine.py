@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank
 
 from vllm_tiered.adapter.device import make_device
 from vllm_tiered.adapter.ffn.modules import (
@@ -55,11 +55,14 @@ class FfnEngine:
         context: dict[str, Any],
         fingerprint: Callable[[], str],
         activation: str | None = None,
+        *,
+        ranks_here: int = 1,
     ) -> None:
         assert config.store is not None
         self._config, self._folder = config, config.store
         self._context = context
         self._fingerprint, self._activation = fingerprint, activation
+        self._ranks_here = ranks_here
         self._modules: list[tuple[SparseFfn, FfnEnd]] = []
         self._before: dict[str, float] = {}
         self._failure: Exception | None = None
@@ -108,7 +111,7 @@ class FfnEngine:
                 "Transformers backend does not): leave tiered.ffn.store out"
             )
         sizes = self._modules[0][0].sizes
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank = get_tensor_model_parallel_rank()
         store = NeuronStore.open(
             self._folder,
             self._fingerprint(),
@@ -126,7 +129,7 @@ class FfnEngine:
                     "--hf-overrides, and prepare it again"
                 )
             self.runtime = open_runtime(
-                self._config, store, device, num_ranks=ranks, near_device=near_device
+                self._config, store, device, num_ranks=self._ranks_here, near_device=near_device
             )
         except BaseException:
             device.close()

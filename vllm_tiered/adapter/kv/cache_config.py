@@ -20,7 +20,7 @@ from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.far_dtype import page_format
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.adapter.kv.stages import count_stages, find_stage_obstacle
-from vllm_tiered.adapter.replicas import read_replicas
+from vllm_tiered.adapter.replicas import ranks_here, read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError
@@ -101,7 +101,7 @@ def adaptive_levels(
     budget, bound = far_budget, "kv.far_gib"
     if kv.tier == "far":
         if allocatable_bytes is not None and allocatable_bytes < budget:
-            budget, bound = allocatable_bytes, _limit_note()
+            budget, bound = allocatable_bytes, read_host_memory().describe_limit()
         allowed = kv_plan.within_far_budget(levels, budget)
     else:
         geometry = levels.geometry(Level(levels.max_num_far))
@@ -295,8 +295,7 @@ def _allocatable_bytes(vllm_config: Any, near_bytes: int) -> int | None:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return None
-    ranks_here = parallel.local_world_size * read_replicas(vllm_config).here
-    usable = read_host_memory().usable_bytes // ranks_here
+    usable = read_host_memory().usable_bytes // ranks_here(vllm_config)
     # On the CPU backend the near pages are host memory too, and not allocated yet.
     is_near_here = vllm_config.device_config.device_type == "cpu"
     return max(0, usable - near_bytes) if is_near_here else usable
@@ -315,15 +314,8 @@ def _check_allocatable(
     raise BudgetError(
         f"{geometry.num_far} offloaded layers of {num_blocks} blocks take "
         f"{format_bytes(in_memory)} of far memory per rank, and only {format_bytes(allocatable)} "
-        f"can be allocated ({_limit_note()}): {remedy}"
+        f"can be allocated ({read_host_memory().describe_limit()}): {remedy}"
     )
-
-
-def _limit_note() -> str:
-    memory = read_host_memory()
-    if memory.limit_bytes is None or memory.usable_bytes == memory.available_bytes:
-        return f"what the host's {format_bytes(memory.total_bytes)} have left"
-    return f"what the cgroup limit of {format_bytes(memory.limit_bytes)} leaves"
 
 
 def _near_bytes(vllm_config: Any, available: int, block_bytes: int) -> int:

@@ -34,9 +34,10 @@ from vllm_tiered.adapter.weights.quantized import is_quantized, kernel_name
 from vllm_tiered.config import WeightsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.devices.base import Device
+from vllm_tiered.errors import BudgetError
 from vllm_tiered.planner.far_tiers import FarTiers
 from vllm_tiered.planner.pipeline_time import ExpectedStep, pipeline_step_time, transfer_seconds
-from vllm_tiered.units import GIB
+from vllm_tiered.units import GIB, format_bytes
 from vllm_tiered.weights.int4.packing import packing_for
 from vllm_tiered.weights.layout import (
     BUFFER_ALIGNMENT,
@@ -58,6 +59,7 @@ class PlacementChooser:
         placed: returns the parameters of a layer that are to be placed, with their names.
         elsewhere_bytes: returns the far memory that other parts are going to take.
         rank, num_ranks: tensor-parallel rank and number of ranks.
+        ranks_here: ranks that share the host's memory.
 
     Attributes:
         store: the file of stored weights; None if there is no `storage_path`.
@@ -74,10 +76,11 @@ class PlacementChooser:
         elsewhere_bytes: Callable[[], int],
         rank: int,
         num_ranks: int,
+        ranks_here: int,
     ) -> None:
         self._config, self._device = config, device
         self._model, self._placed, self._elsewhere_bytes = model, placed, elsewhere_bytes
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks, self._ranks_here = rank, num_ranks, ranks_here
         self.store: WeightStore | None = None
         self.expected_step: ExpectedStep | None = None
 
@@ -106,18 +109,21 @@ class PlacementChooser:
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
         # Also where nothing is planned, as far weights are to lie on the fastest nodes.
-        far_tiers = measure_far_tiers(self._device, sublayers, near_device, self._num_ranks)
+        far_tiers = measure_far_tiers(self._device, sublayers, near_device, self._ranks_here)
         placement = None
         if config.storage_path is not None:
             at_most = far_bytes
             if far_bytes is None:
                 # Usable memory differs a little from start to start. A file is used as long as its
                 # far part fits usable memory, even if it exceeds FAR_SHARE of it.
-                usable = read_host_memory().usable_bytes // self._num_ranks + freed_bytes
-                at_most = max(0, usable - self._elsewhere_bytes())
+                at_most = self._usable_bytes(freed_bytes)
                 far_bytes = int(FAR_SHARE * at_most)
+                if near_device.type == "cpu" and near_bytes is not None:
+                    at_most = max(0, at_most - near_bytes)
+                    far_bytes = min(far_bytes, at_most)
             self.store = self._open_store(config.storage_path, layers, near_device)
-            placement = self._recorded(self.store, sublayers, at_most)
+            usable = self._usable_bytes(freed_bytes)
+            placement = self._recorded(self.store, sublayers, at_most, near_device, usable)
             if placement is not None:
                 far_bytes = at_most
                 if self.store.expectation is not None:
@@ -134,11 +140,39 @@ class PlacementChooser:
                 is_loaded=is_loaded,
             )
             if self.store is not None and far_bytes is not None:
+                if config.far_gib == "auto" and near_device.type == "cpu":
+                    left = self._usable_bytes(freed_bytes) - placement.near_bytes
+                    far_bytes = max(0, min(far_bytes, left))
                 placement = spill_to_storage(placement, far_bytes)
         placement.check_budget(near_bytes, far_bytes)
+        self._check_host(placement, near_device, freed_bytes)
         if config.shares_with_kv:
             give_rest_to_kv(config, placement)
         return placement
+
+    def _usable_bytes(self, freed_bytes: int) -> int:
+        """Return the host memory that this rank's layers may take."""
+        usable = read_host_memory().usable_bytes // self._ranks_here + freed_bytes
+        return max(0, usable - self._elsewhere_bytes())
+
+    def _check_host(
+        self, placement: Placement, near_device: torch.device, freed_bytes: int
+    ) -> None:
+        """Check that the host has the memory, which is first written while the model is loaded.
+
+        Raises:
+            BudgetError: it has not, so the kernel would kill the engine then.
+        """
+        usable = self._usable_bytes(freed_bytes)
+        needed = _host_bytes(placement, near_device)
+        if needed > usable:
+            raise BudgetError(
+                f"weights.placement={placement.policy} needs {format_bytes(needed)} of host "
+                f"memory, {format_bytes(placement.far_bytes)} of it far, and only "
+                f"{format_bytes(usable)} can be allocated per rank "
+                f"({read_host_memory().describe_limit()}): set weights.storage_path to a folder "
+                "on an SSD, or lower weights.far_gib if it is set"
+            )
 
     def _kernels(self, layers: Sequence[nn.Module]) -> dict[str, Any]:
         """Return what decides the bytes of quantized layers beside the checkpoint, JSON-safe."""
@@ -166,10 +200,22 @@ class PlacementChooser:
         return sublayers
 
     def _recorded(
-        self, store: WeightStore, sublayers: Sequence[Sublayer], far_bytes: int | None
+        self,
+        store: WeightStore,
+        sublayers: Sequence[Sublayer],
+        far_bytes: int | None,
+        near_device: torch.device,
+        usable_bytes: int,
     ) -> Placement | None:
         """Return the file's placement; with a shared plan, all ranks use their files or none."""
         recorded = store.placement(sublayers, far_bytes)
+        needed = 0 if recorded is None else _host_bytes(recorded, near_device)
+        if needed > usable_bytes:
+            store.discard(
+                f"leaves {format_bytes(needed)} to host memory, which has "
+                f"{format_bytes(usable_bytes)} now"
+            )
+            recorded = None
         if not self._config.shares_with_kv or all_ranks_have(recorded is not None):
             return recorded
         if recorded is not None:
@@ -254,6 +300,12 @@ class PlacementChooser:
             model=self._model(),
             settings=settings,
         )
+
+
+def _host_bytes(placement: Placement, near_device: torch.device) -> int:
+    """Return the host memory of a placement, with near memory where that is the host's."""
+    is_near_here = near_device.type == "cpu"
+    return placement.far_bytes + (placement.near_bytes if is_near_here else 0)
 
 
 def _in_bytes(gib: float | str) -> int | None:

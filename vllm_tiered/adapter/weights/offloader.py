@@ -79,6 +79,7 @@ class TieredOffloader(BaseOffloader):
         is_elsewhere: whether another part keeps a module's parameters, which it then leaves alone.
         elsewhere_bytes: returns the far memory that other parts are going to take.
         rank, num_ranks: tensor-parallel rank and number of ranks; the first rank logs.
+        ranks_here: ranks that share the host's memory.
 
     Attributes:
         placement: placement of the layers; None until they are built.
@@ -97,9 +98,10 @@ class TieredOffloader(BaseOffloader):
         elsewhere_bytes: Callable[[], int] = lambda: 0,
         rank: int = 0,
         num_ranks: int = 1,
+        ranks_here: int = 1,
     ) -> None:
         self._config = config
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._ranks_here = rank, ranks_here
         self._is_elsewhere = is_elsewhere
         self._device = make_device()
         self._chooser = PlacementChooser(
@@ -110,6 +112,7 @@ class TieredOffloader(BaseOffloader):
             elsewhere_bytes=elsewhere_bytes,
             rank=rank,
             num_ranks=num_ranks,
+            ranks_here=ranks_here,
         )
         self._weights: OffloadedWeights | None = None
         self._far: list[FarParameter] = []
@@ -156,7 +159,7 @@ class TieredOffloader(BaseOffloader):
     def _wrap(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         layers: list[nn.Module] = []
         near_device = torch.device("cpu")
-        usable_bytes = read_host_memory().usable_bytes // self._num_ranks
+        usable_bytes = read_host_memory().usable_bytes // self._ranks_here
         for layer in modules:
             near_device = next((p.device for _, p in self._placed(layer)), near_device)
             move_to_host(tensors_of_readers(layer))
@@ -180,11 +183,19 @@ class TieredOffloader(BaseOffloader):
             process_on(near_device, quantized, home)
             self._waiting = layers
         else:
-            self._place(layers)
+            # On a GPU the layers have host memory by now; the CPU's is first written when loaded.
+            left_bytes = read_host_memory().usable_bytes // self._ranks_here
+            is_written = near_device.type != "cpu"
+            self._place(layers, max(0, usable_bytes - left_bytes) if is_written else 0)
         return layers
 
-    def _place(self, layers: Sequence[nn.Module]) -> None:
-        """Choose the placement of layers, and give each of their tensors its tier."""
+    def _place(self, layers: Sequence[nn.Module], freed_bytes: int) -> None:
+        """Choose the placement of layers, and give each of their tensors its tier.
+
+        Args:
+            layers: the decoder layers.
+            freed_bytes: host memory that the layers have, which their placement will free or take.
+        """
         near_device = self._near_device
         is_compressed = self._config.compress == "int4"
         compressed = compressible_weights(layers) if is_compressed else [set() for _ in layers]
@@ -193,7 +204,7 @@ class TieredOffloader(BaseOffloader):
             compressed,
             near_device,
             is_loaded=bool(self._waiting),
-            freed_bytes=self._waiting_bytes(),
+            freed_bytes=freed_bytes,
         )
         store = self._chooser.store if placement.storage_bytes else None
         if store is not None:
@@ -201,10 +212,9 @@ class TieredOffloader(BaseOffloader):
             store.record_placement(placement, None if expected is None else asdict(expected))
         self._assign_tiers(layers, compressed, placement, near_device, store)
         remember_placement(placement)
-        self._announce(placement)
 
     def _waiting_bytes(self) -> int:
-        """Return the host memory of loaded layers, which their placement will free or take."""
+        """Return the host memory of quantized layers that wait until they are placed."""
         if self._waits_in_files:
             return 0
         tensors = (one for layer in self._waiting for _, one in tensors_of_readers(layer))
@@ -274,7 +284,7 @@ class TieredOffloader(BaseOffloader):
             UnsupportedError: an offloaded or compressed parameter was replaced during loading.
         """
         if self._waiting:
-            self._place(self._waiting)
+            self._place(self._waiting, self._waiting_bytes())
             self._waiting = []
         if self.is_loaded or self._weights is None:
             return
@@ -296,6 +306,9 @@ class TieredOffloader(BaseOffloader):
         if self._far:
             link_peak.measure(self._near_device)
         self.buffer_pool = self._weights.start_streaming()
+        # Only now is everything where it was placed, and the file of stored weights published.
+        assert self.placement is not None, "placed before"
+        self._announce(self.placement)
         self._use_at_start = self._use()  # what was counted before the model ran
         self._use_before = self._use_at_start
         totals.publish("weights", self.total_use)
