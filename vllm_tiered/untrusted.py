@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files and JSON that anyone may have written.
+"""Readers of files, JSON and TOML that anyone may have written.
 
 Python's JSON parser keeps the last of two equal keys, accepts NaN and infinities, and fails on deep
 nesting with an error of its own. Here all of these are a ValueError that says what is wrong. And a
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,24 +48,49 @@ def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
     return value
 
 
+def parse_toml(text: str | bytes) -> dict[str, Any]:
+    """Parse TOML text. Its numbers may have any number of digits, and may be inf and nan.
+
+    Raises:
+        ValueError: the text is no TOML, or has too much nesting.
+    """
+    try:
+        table = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    _check_values(table)  # dotted keys nest without recursion in the parser
+    return table
+
+
+def open_regular_file(path: Path) -> int:
+    """Open a regular file for reading, and return its descriptor; a link to one is followed.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is a folder, a pipe or a device.
+    """
+    # O_NONBLOCK: opening a pipe must not wait for somebody who writes to it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError("is not a regular file")
+    os.set_blocking(fd, True)
+    return fd
+
+
 def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
-    """Return the contents of a regular file; a link to one is followed.
+    """Return what a regular file holds when it is opened; a link to one is followed.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is a folder, a pipe or a device, or it has more than `max_bytes`.
     """
-    # O_NONBLOCK: opening a pipe must not wait for somebody who writes to it.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("is not a regular file")
-        content = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
-    num_bytes = max(found.st_size, len(content))
-    if num_bytes > max_bytes:
-        raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
-    return content
+    with open(open_regular_file(path), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
+        # Python reserves as much as is asked for, and the limit may be what a file says of itself.
+        return file.read(num_bytes)
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
