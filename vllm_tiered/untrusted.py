@@ -3,7 +3,8 @@
 
 Python's JSON parser keeps the last of two equal keys, accepts NaN and infinities, and fails on deep
 nesting with an error of its own. Here all of these are a ValueError that says what is wrong. And a
-file is read only if it is a regular one, up to a limit.
+file is read only if it is a regular one, up to a limit, and where asked only if no other user can
+have written it.
 """
 
 import json
@@ -12,8 +13,9 @@ import os
 import stat
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from vllm_tiered.errors import ConfigError
 from vllm_tiered.units import format_bytes
 
 MAX_NESTING = 64
@@ -86,11 +88,54 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
         ValueError: it is a folder, a pipe or a device, or it has more than `max_bytes`.
     """
     with open(open_regular_file(path), "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes > max_bytes:
-            raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
-        # Python reserves as much as is asked for, and the limit may be what a file says of itself.
-        return file.read(num_bytes)
+        return _read(file, max_bytes)
+
+
+def read_own_file(path: Path, *, max_bytes: int, folder: Path | None = None) -> bytes:
+    """Return what a regular file holds that no other user can have written.
+
+    Args:
+        folder: as :func:`check_owner` has it.
+
+    Raises:
+        OSError, ValueError: as :func:`read_regular_file`.
+        ConfigError: another user may have written the file.
+    """
+    with open(open_regular_file(path), "rb") as file:
+        check_owner(os.fstat(file.fileno()), path, folder=folder)
+        return _read(file, max_bytes)
+
+
+def check_owner(found: os.stat_result, path: Path, *, folder: Path | None = None) -> None:
+    """Raise ConfigError if another user, other than root, may have written a file.
+
+    Checksums tell damage, not who wrote: a file with other weights can have the right ones.
+
+    Args:
+        found: status of the opened file.
+        path: path of the file, for the message.
+        folder: the folder whose files are all to be the user's own; None if the file stands alone.
+    """
+    own = os.geteuid()
+    whom, which, it = ("", path, "it") if folder is None else ("-R ", folder, "the folder")
+    if found.st_uid not in (own, 0):
+        raise ConfigError(
+            f"{path} belongs to user id {found.st_uid}, and this process is {own}: remove {it}, or "
+            f"make it this user's (chown {whom}{own} {which}) if you trust who wrote it"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): "
+            f"remove {it}, or chmod {whom}go-w {which} if you trust its contents"
+        )
+
+
+def _read(file: BinaryIO, max_bytes: int) -> bytes:
+    num_bytes = os.fstat(file.fileno()).st_size
+    if num_bytes > max_bytes:
+        raise ValueError(f"has {format_bytes(num_bytes)}, more than {format_bytes(max_bytes)}")
+    # Python reserves as much as is asked for, and the limit may be what a header says of the file.
+    return file.read(num_bytes)
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
