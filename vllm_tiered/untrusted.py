@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from vllm_tiered.errors import ConfigError
-from vllm_tiered.units import format_bytes
+from vllm_tiered.units import MIB, format_bytes
+
+MAX_CHECKPOINT_JSON_BYTES = 256 * MIB
+"""Most bytes of a JSON file of a checkpoint. The index of one with 90,000 tensors has 9 MB."""
 
 MAX_NESTING = 64
 """Most tables and lists inside each other; our files have at most 6."""
@@ -25,12 +28,13 @@ _MAX_INT_DIGITS = 19
 """Most digits of a whole number, as many as 64 bits have."""
 
 
-def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
+def parse_json(text: str | bytes, *, any_number: bool = False, allow_repeats: bool = False) -> Any:
     """Parse JSON text.
 
     Args:
         any_number: whether NaN, infinities and long whole numbers are floats; for a caller whose
             own check of ranges gives the better message.
+        allow_repeats: whether the last of two equal keys counts.
 
     Raises:
         ValueError: the text is no JSON, has a key twice, a number that is not finite or that needs
@@ -39,7 +43,7 @@ def parse_json(text: str | bytes, *, any_number: bool = False) -> Any:
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_table,
+            object_pairs_hook=dict if allow_repeats else _table,
             parse_constant=float if any_number else _refuse_constant,
             parse_float=float if any_number else _parse_float,
             parse_int=_parse_any_int if any_number else _parse_int,
@@ -89,6 +93,22 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
     """
     with open(open_regular_file(path), "rb") as file:
         return _read(file, max_bytes)
+
+
+def read_checkpoint_json(path: Path) -> Any:
+    """Return the contents of a JSON file of a checkpoint, whose numbers and keys may be any.
+
+    transformers takes infinities (recurrent models have them as limits) and repeated keys, too.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file, is too large, is no JSON, or has too much nesting.
+    """
+    text = read_regular_file(path, max_bytes=MAX_CHECKPOINT_JSON_BYTES)
+    try:
+        return parse_json(text, any_number=True, allow_repeats=True)
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
 
 
 def read_own_file(path: Path, *, max_bytes: int, folder: Path | None = None) -> bytes:
