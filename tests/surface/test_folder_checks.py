@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from vllm_tiered.adapter.kv.plan import fixed_limit
 from vllm_tiered.config import KvConfig, TieredConfig
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError
 from vllm_tiered.kv.layout import KvGeometry, LayerStack
+from vllm_tiered.report.codec import FORMAT
 from vllm_tiered.units import GIB, MIB
 
 NUM_LAYERS = 30
@@ -147,6 +149,42 @@ def test_the_timeline_is_looked_at(tmp_path, name, says):
     good = {"path": str(tmp_path / "t.jsonl")}
     check_folders(TieredConfig.from_dict({"report": good}), engine())
     assert not (tmp_path / "t.jsonl").exists()
+
+
+def as_nobody(action):
+    """Run an action without the rights of root, who is let in everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        return action()
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("closed", ["grandparent", "t.jsonl", "t.jsonl.1"])
+def test_a_timeline_that_cannot_be_looked_at_is_refused_by_its_key(closed):
+    # A folder of pytest is below one that is closed to others.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        folder = top / "grandparent" / "parent"
+        folder.mkdir(parents=True)
+        for path in (top, folder.parent, folder):
+            path.chmod(0o777)
+        for file in (folder / "t.jsonl", folder / "t.jsonl.1"):
+            file.write_text(f'{{"format": "{FORMAT}"}}\n')
+            file.chmod(0o666)
+        where = folder.parent if closed == "grandparent" else folder / closed
+        if os.geteuid() == 0:
+            os.chown(where, 65534, -1)
+        # Written to, but not read: the first line is not known.
+        where.chmod(0 if closed == "grandparent" else 0o200)
+        report = {"path": str(folder / "t.jsonl")}
+        config = TieredConfig.from_dict({"report": report})
+        says = r"tiered\.report\.path is .* cannot be looked at \(Permission denied\)"
+        with pytest.raises(ConfigError, match=says):
+            as_nobody(lambda: check_folders(config, engine()))
+        where.chmod(0o700)
 
 
 def test_an_engine_is_not_configured_with_such_a_folder(make_engine_args, tmp_path):

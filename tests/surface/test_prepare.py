@@ -287,6 +287,11 @@ def change_tensors(folder, change):
     save_file(tensors, path)
 
 
+def replace_header(folder, header):
+    (path,) = folder.glob("*.safetensors")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+
+
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -332,6 +337,19 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
             "lacks 1 of its 1 files of weights (gone.safetensors)",
         ),
         (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "is damaged"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[" * 10**5), "is damaged"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'),
+            "is damaged",
+        ),
+        (lambda f: (f / "config.json").write_text('{"a": ' * 10**5), "more than 64 tables"),
+        (lambda f: replace_header(f, b"[" * 10**5), "model.safetensors is damaged"),
+        (
+            lambda f: replace_header(
+                f, b'{"a": {"dtype": "F32", "shape": "1", "data_offsets": "ab"}}'
+            ),
+            "model.safetensors is damaged",
+        ),
         (
             lambda f: os.truncate(f / "model.safetensors", 100_000),
             "model.safetensors is damaged or cut off",

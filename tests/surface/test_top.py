@@ -105,6 +105,8 @@ def test_the_key_is_sent(server, capsys, monkeypatch):
         (500, "oops", "the server answers 500"),
         (200, "<html>", "is it a vLLM server?"),
         (200, "[1]", "is not vllm-tiered's"),
+        (200, "[" * 10**5, "is it a vLLM server?"),
+        (500, "[" * 10**5, "the server answers 500"),
     ],
 )
 def test_another_answer_is_an_error_in_words(server, capsys, status, body, text):

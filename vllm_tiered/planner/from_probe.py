@@ -27,11 +27,14 @@ from vllm_tiered.planner.machine import (
 )
 from vllm_tiered.planner.measured_curves import GemmCurve, MeasuredAttention, MeasuredCurves
 from vllm_tiered.planner.pipeline_time import Link, fitted_link
-from vllm_tiered.units import format_bytes
-from vllm_tiered.untrusted import parse_json
+from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.untrusted import parse_json, read_regular_file
 
 FORMAT = "vllm-tiered probe"
 VERSION = 5
+
+MAX_FILE_BYTES = 4 * MIB
+"""Most bytes of a probe's file, which has some tens of KB."""
 
 STEP_CALLS = 2000
 REQUEST_CALLS = 300
@@ -74,9 +77,13 @@ def read_probe_file(path: Path) -> tuple[Machine, Figures]:
             version.
     """
     try:
-        probe = parse_json(path.read_bytes())
+        text = read_regular_file(path, max_bytes=MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}: not a probe's result") from error
+    try:
+        probe = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid JSON: {error}; {_AGAIN}") from error
     if not isinstance(probe, dict) or probe.get("format") != FORMAT:
@@ -87,7 +94,7 @@ def read_probe_file(path: Path) -> tuple[Machine, Figures]:
         )
     try:
         return machine_from_probe(probe)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{path}: is damaged: {what}; {_AGAIN}") from error
 
@@ -97,6 +104,7 @@ def machine_from_probe(probe: Mapping[str, Any]) -> tuple[Machine, Figures]:
 
     Raises:
         KeyError, TypeError, ValueError, IndexError: a value is missing or not a number above 0.
+        ArithmeticError: numbers are so large or small that a figure is none.
     """
     near, far = (_gemm_curve(probe["gemms"][where]) for where in ("near", "far"))
     int4, w4a16 = (probe["gemms"].get(kind) for kind in ("int4", "w4a16"))

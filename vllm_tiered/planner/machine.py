@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from vllm_tiered.energy.carbon import Power
 from vllm_tiered.planner.far_tiers import NO_TIERS, FarTier, FarTiers
 from vllm_tiered.planner.measured_curves import MeasuredCurves
-from vllm_tiered.units import gib_to_bytes
+from vllm_tiered.units import MIB, gib_to_bytes
+from vllm_tiered.untrusted import parse_toml, read_regular_file
 
 _PROFILES = Path(__file__).parent / "profiles"
 _NO_FIGURES = {"far_tiers", "power", "curves"}
@@ -35,7 +34,17 @@ _MAY_BE_ZERO = {
     "far_layer_overhead_us",
     "storage_latency_us",
 }
-_KINDS = {"measured", "published", "calibrated", "assumed"}
+_KINDS = ("measured", "published", "calibrated", "assumed")
+
+MAX_FILE_BYTES = MIB // 32
+"""Most bytes of a machine's file; the longest profile has 3 KB. Python's parser takes time by the
+square of a key's length: 3 s for 32 KiB of one dotted key (2026-11-28)."""
+
+_MOST_GIB = 2.0**33
+"""Largest capacity of a far tier; its bytes are as many as 63 bits count."""
+
+_MOST_SHOWN = 60
+"""Most characters of a wrong value in a message."""
 
 Figures: TypeAlias = Mapping[str, Mapping[str, object]]
 """Value, kind and source of each figure of a machine, by the figure's name."""
@@ -129,10 +138,10 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not TOML, or a figure is missing, unknown, no number above 0, or has no
-            kind and source.
+        ValueError: it is not a regular file or too large, it is not TOML, or a figure is missing,
+            unknown, no finite number above 0, or has no kind and source.
     """
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    table = parse_toml(read_regular_file(path, max_bytes=MAX_FILE_BYTES))
     tiers = _read_tiers(path, table)
     watts = {field.name for field in fields(Power)}
     expected = {field.name for field in fields(Machine)} - _NO_FIGURES - _MAY_BE_KNOWN
@@ -146,12 +155,15 @@ def read_profile(path: Path) -> tuple[Machine, Figures]:
     table |= {f"{tier['name']}: read_gb_per_s": tier for tier in tiers}
     for key, figure in table.items():
         figure = figure if isinstance(figure, Mapping) else {}
-        if figure.get("kind") not in _KINDS or not figure.get("source"):
+        source = figure.get("source")
+        if figure.get("kind") not in _KINDS or not source or not isinstance(source, str):
             raise ValueError(f"{path.name}: {key} needs a source and a kind of {sorted(_KINDS)}")
         value = figure.get("value")
         least = 0.0 if key in _MAY_BE_ZERO | watts else sys.float_info.min
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            raise ValueError(f"{path.name}: {key} is {value!r}, and must be a number above 0")
+        if not _is_number(value, least, sys.float_info.max):
+            raise ValueError(
+                f"{path.name}: {key} is {_shown(value)}, and must be a number above 0 and finite"
+            )
         values[key] = float(value)
     power = Power(**{key: values.pop(key) for key in watts}) if watts & values.keys() else None
     link = values["read_gb_per_s"]
@@ -180,11 +192,23 @@ def _read_tiers(path: Path, table: dict[str, Any]) -> list[dict[str, object]]:
         if tier.keys() != _TIER_KEYS or not isinstance(tier["name"], str):
             raise ValueError(f"{path.name}: a far tier has {', '.join(sorted(_TIER_KEYS))}")
         size = tier["capacity_gib"]
-        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+        if not _is_number(size, sys.float_info.min, _MOST_GIB):
             raise ValueError(
-                f"{path.name}: capacity_gib of {tier['name']} is {size!r}, and must be a number "
-                "above 0"
+                f"{path.name}: capacity_gib of {tier['name']} is {_shown(size)}, and must be a "
+                f"number above 0 and at most {_MOST_GIB:.0f}"
             )
     if len({tier["name"] for tier in tiers}) < len(tiers):
         raise ValueError(f"{path.name}: two far tiers have the same name")
     return tiers
+
+
+def _is_number(value: object, least: float, most: float) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -38,6 +38,7 @@ from vllm_tiered.report.records import (
     merge_expert_use,
     merge_windows,
 )
+from vllm_tiered.untrusted import open_regular_file
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -265,10 +266,21 @@ def check_timeline_path(path: Path) -> None:
     """Check that a timeline can probably be written, before anything else is started.
 
     Raises:
-        ConfigError: the folder does not exist or is not writable, or a file there would be lost.
+        ConfigError: the folder does not exist, is closed or is not writable, or a file there would
+            be lost or cannot be read.
     """
     path = Path(os.path.realpath(path))
     where = f"tiered.report.path is {str(path)!r}"
+    try:
+        _check_path(path, where)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {error.filename or path} cannot be looked at ({error.strerror}): set it to "
+            "a new file in a folder of this user"
+        ) from error
+
+
+def _check_path(path: Path, where: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{where}: the folder {path.parent} does not exist: make it")
     # Without the right to search the folder, it is not even known whether the file exists.
@@ -344,9 +356,11 @@ def _remove_abandoned(draft: Path) -> None:
 
 def _holds_timeline(path: Path) -> bool:
     """Return whether a file's first line is a timeline's header, without reading much more."""
-    if not path.is_file():  # opening a pipe would wait
+    try:
+        fd = open_regular_file(path)
+    except ValueError:
         return False
-    with path.open("rb") as file:
+    with open(fd, "rb") as file:
         return is_timeline(file.readline(MAX_LINE_BYTES + 1))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from vllm_tiered.units import KIB
+from vllm_tiered.untrusted import parse_json, read_checkpoint_json
 
 _SAMPLE_BYTES = 4 * KIB
 _SAMPLES = 997
@@ -47,7 +48,7 @@ def fingerprint_of_folder(folder: Path) -> str:
         OSError: a file cannot be read.
         ValueError: config.json is not JSON.
     """
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_checkpoint_json(folder / "config.json")
     return fingerprint_of(config, sorted(folder.glob("*.safetensors")))
 
 
@@ -66,13 +67,7 @@ def _samples(path: Path) -> Iterator[bytes]:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = file.read(min(header_bytes, size))
             yield header
-            try:
-                tensors = [
-                    v["data_offsets"] for k, v in json.loads(header).items() if k[:2] != "__"
-                ]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return  # the loader reports what is wrong with the file
-            for begin, end in tensors:
+            for begin, end in _offsets(header):
                 last = max(begin, end - _SAMPLE_BYTES)
                 for offset in sorted({begin, (begin + last) // 2, last}):
                     file.seek(8 + header_bytes + offset)
@@ -81,3 +76,14 @@ def _samples(path: Path) -> Iterator[bytes]:
         for index in range(_SAMPLES):
             file.seek(size * index // _SAMPLES)
             yield file.read(_SAMPLE_BYTES)
+
+
+def _offsets(header: bytes) -> list[tuple[int, int]]:
+    """Return where tensors begin and end; none if the loader will find the header damaged."""
+    try:
+        table = parse_json(header, any_number=True, allow_repeats=True)
+        found = [tuple(v["data_offsets"]) for k, v in table.items() if k[:2] != "__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    is_whole = all(len(one) == 2 and {*map(type, one)} == {int} for one in found)
+    return found if is_whole and all(0 <= begin <= end for begin, end in found) else []

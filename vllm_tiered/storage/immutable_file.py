@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import secrets
-import stat
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from vllm_tiered.storage.reader import PendingRead, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
 from vllm_tiered.storage.tmpfile import count_free_bytes, create_tmpfile, reserve
 from vllm_tiered.units import MIB, format_bytes
+from vllm_tiered.untrusted import check_owner, open_regular_file
 
 VERSION = 1
 
@@ -202,27 +202,10 @@ class Draft:
 def _remove_abandoned(folder: Path) -> None:
     """Remove named drafts that no process has locked: their processes were killed."""
     for path in folder.glob(f"*{_DRAFT}"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
+        # Others may put pipes where they can put files; a pipe is no draft, and stays.
+        with contextlib.suppress(OSError, ValueError), open(open_regular_file(path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-
-
-def _check_owner(fd: int, path: Path) -> None:
-    """Raise ConfigError if another user may have written the file.
-
-    Checksums tell damage, not who wrote: a file with other weights can have the right ones.
-    """
-    found, own = os.fstat(fd), os.geteuid()
-    if found.st_uid not in (own, 0):
-        raise ConfigError(
-            f"{path} belongs to user id {found.st_uid}, and this process is {own}: remove it, or "
-            f"make it this user's (chown {own} {path}) if you trust who wrote it"
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): "
-            "remove it, or chmod 600 it if you trust its contents"
-        )
 
 
 class ImmutableFile(PageStore):
@@ -249,9 +232,12 @@ class ImmutableFile(PageStore):
     def __init__(self, path: Path, describe: Callable[[int], str] = "page {}".format) -> None:
         super().__init__()
         self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            _check_owner(fd, path)
+            fd = open_regular_file(path)
+        except ValueError as error:
+            raise ConfigError(f"{path} {error}: remove it, or give another folder") from error
+        try:
+            check_owner(os.fstat(fd), path)
             checksums, self.page_bytes, text = _read_description(fd, path)
             self.contents: dict[str, Any] = json.loads(text)
         except BaseException:

@@ -2,14 +2,17 @@
 """Shapes from what vLLM says of its class: caches, experts, formats; by hand."""
 
 import json
+import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.fixtures.real_models import REAL_MODELS
 from vllm_tiered.errors import ConfigError, UnsupportedError
 from vllm_tiered.planner import built_model
-from vllm_tiered.planner.built_model import built_shape, shape_of
+from vllm_tiered.planner.built_model import built_shape, read_config, shape_of
 from vllm_tiered.planner.fit import evaluate_placements
 from vllm_tiered.planner.machine import load_profile
 from vllm_tiered.planner.memory_split import baseline
@@ -261,6 +264,107 @@ def test_a_damaged_answer_is_asked_for_again(monkeypatch, tmp_path):
     kept.write_text("{")
     assert built_shape(str(tmp_path)) == first
     assert json.loads(kept.read_text())["path"] == "model.layers"
+
+
+def folder_of_model(path):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return str(path)
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(built_model, "_ask", lambda *_: facts())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = folder_of_model(tmp_path / "model")
+    first = built_shape(model)
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    kept.unlink()
+    os.mkfifo(kept)
+    assert built_shape(model) == first
+    kept.write_text("[" * 10**5)
+    assert built_shape(model) == first
+    kept.write_text("[]")
+    assert built_shape(model) == first
+
+
+@pytest.mark.parametrize("call", ["stat", "open", "mkdir"])
+def test_without_a_cache_that_can_be_used_it_is_asked_anew(monkeypatch, tmp_path, call):
+    """The folder is closed: root, who may run the tests, is let in all the same."""
+
+    def deny(function):
+        def denied(path, *args, **kwargs):
+            if str(path).startswith(str(tmp_path / "cache")):
+                raise PermissionError(13, os.strerror(13))
+            return function(path, *args, **kwargs)
+
+        return denied
+
+    monkeypatch.setattr(built_model, "_ask", lambda *_: facts())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = folder_of_model(tmp_path / "model")
+    monkeypatch.setattr(os, call, deny(getattr(os, call)))
+    assert built_shape(model) == shape_of(facts())
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(built_model, "_ask", lambda *_: facts())
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert built_shape(folder_of_model(tmp_path / "model")) == shape_of(facts())
+
+
+def test_links_in_the_cache_are_not_written_through(monkeypatch, tmp_path):
+    monkeypatch.setattr(built_model, "_ask", lambda *_: facts())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = folder_of_model(tmp_path / "model")
+    built_shape(model)
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    (tmp_path / "thesis").write_text("my thesis")
+    kept.unlink()
+    kept.symlink_to(tmp_path / "thesis")
+    kept.with_suffix(f".{os.getpid()}").symlink_to(tmp_path / "thesis")
+    built_shape(model)
+    assert (tmp_path / "thesis").read_text() == "my thesis"
+    assert json.loads(kept.read_text()) == facts() and not kept.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 10**5, "config.json: is not valid JSON: more than 64 tables and lists"),
+        ('{"a": ' * 10**5, "config.json: is not valid JSON: more than 64 tables and lists"),
+        ("[]", "config.json: is not a model's configuration"),
+        (None, "config.json: is not a regular file"),
+    ],
+    ids=["lists", "tables", "list", "pipe"],
+)
+def test_a_configuration_that_plays_tricks_is_refused(tmp_path, text, message):
+    if text is None:
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        built_shape(str(tmp_path))
+
+
+def test_a_configuration_may_have_what_transformers_takes(tmp_path):
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "a": 1, "a": 2}')
+    assert read_config(tmp_path) == {"time_step_limit": [0.0, math.inf], "a": 2}
+
+
+def test_a_closed_folder_of_a_model_is_refused_by_name(monkeypatch, tmp_path):
+    def denied(path, *args, **kwargs):
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ConfigError, match=r"/closed/model: cannot be looked at: Permission denied"):
+        built_shape("/closed/model")
+    monkeypatch.setattr(Path, "is_dir", denied)
+    with pytest.raises(ConfigError, match=r"model: cannot be read: Permission denied"):
+        read_config(Path("/closed/model"))
 
 
 def test_ranks_add_up_each_sublayers_outputs():

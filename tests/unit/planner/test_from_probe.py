@@ -11,6 +11,7 @@ from tests.fixtures.probes import sample_probe
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.planner.from_probe import (
     LAYER_CALLS,
+    MAX_FILE_BYTES,
     STEP_CALLS,
     load_machine,
     machine_from_probe,
@@ -186,6 +187,8 @@ def broken(change):
         ),
         pytest.param(broken(lambda p: p["links"].update(read=[])), "is damaged", id="no link"),
         pytest.param(broken(lambda p: p.update(links=None)), "is damaged", id="null"),
+        pytest.param("[" * 10**5, "is not valid JSON: more than 64", id="nested"),
+        pytest.param(" " * (MAX_FILE_BYTES + 1), "has 4.00 MiB, more than", id="long"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

@@ -2,6 +2,7 @@
 """Machines: every figure states its source."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -94,7 +95,18 @@ def test_a_file_of_ones_own_has_the_form_of_the_profiles(tmp_path):
         ("value = 419", "value = ", "Invalid value"),
         ("[read_gb_per_s]", "[read]", "figures missing or unknown: read, read_gb_per_s"),
         ('kind = "published"', 'kind = "known"', "needs a source and a kind"),
+        ('kind = "published"', 'kind = ["a"]', "read_gb_per_s needs a source and a kind"),
+        ("source = ", "source = [1] # ", "read_gb_per_s needs a source and a kind"),
+        ("value = 419", "value = inf", "read_gb_per_s is inf, and must be a number above 0"),
+        ("value = 419", "value = nan", "read_gb_per_s is nan, and must be a number above 0"),
+        ("value = 419", f"value = 1{'0' * 400}", f"read_gb_per_s is 1{'0' * 59}..., and must be"),
+        ("value = 419", f"value = 0x{'f' * 9999}", "read_gb_per_s is a number of thousands of"),
+        ("value = 419", f"value = {'[' * 5000}", "more than 64 tables and lists"),
+        ("value = 419", f"value = {'{a = ' * 2000}", "more than 64 tables and lists"),
+        ("value = 419", f"value.{'a.' * 2000}a = 1", "more than 64 tables and lists"),
+        ("value = 419", f"value = 419 # {'x' * 40_000}", "more than 32.00 KiB"),
     ],
+    ids=lambda text: re.sub(r"(.)\1{9,}|(.{2,5}?)\2{9,}", r"\1\2*", text)[:50],
 )
 def test_a_file_with_an_odd_figure_is_refused(tmp_path, old, new, message):
     text = (machines._PROFILES / "gh200.toml").read_text(encoding="utf-8")
@@ -102,6 +114,22 @@ def test_a_file_with_an_odd_figure_is_refused(tmp_path, old, new, message):
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: .*{re.escape(message)}"):
         load_machine(str(path))
+
+
+@pytest.mark.parametrize("gib", ["inf", "nan", "1e300", f"1{'0' * 400}"], ids=lambda s: s[:5])
+def test_a_capacity_that_no_memory_has_is_refused(tmp_path, gib):
+    text = (machines._PROFILES / "h200-dram-cxl-asic.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(re.sub(r"(?m)^capacity_gib = .*", f"capacity_gib = {gib}", text))
+    with pytest.raises(ConfigError, match=r"mine.toml: capacity_gib of \S.* must be a number"):
+        load_machine(str(path))
+
+
+@pytest.mark.parametrize("name", ["mine.toml", "probe.json"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name}: is not a regular file"):
+        load_machine(str(tmp_path / name))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

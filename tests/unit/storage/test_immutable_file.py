@@ -145,7 +145,7 @@ def test_a_file_that_others_can_write_is_refused(tmp_path, mode):
     """Its checksums may be right and its weights somebody else's."""
     path = filled(tmp_path)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"other users \(mode {mode:04o}\): .*chmod 600"):
+    with pytest.raises(ConfigError, match=rf"other users \(mode {mode:04o}\): .*chmod go-w"):
         ImmutableFile(path)
     path.chmod(0o640)
     ImmutableFile(path).close()
@@ -158,6 +158,20 @@ def test_a_file_of_another_user_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"belongs to user id 12345, and this process is 0: "):
         ImmutableFile(path)
     assert path.exists(), "it is not ours to remove"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"file is not a regular file: remove it"):
+        ImmutableFile(tmp_path / "file")
+
+
+def test_a_planted_pipe_is_not_waited_for_as_an_abandoned_draft(tmp_path):
+    os.mkfifo(tmp_path / "x.draft")
+    (tmp_path / "y.draft").touch()
+    filled(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "x.draft"]
 
 
 @pytest.mark.parametrize("where", ["flush", "tail"])

@@ -44,7 +44,7 @@ from vllm_tiered.adapter.experts.tensors import (
 from vllm_tiered.adapter.telemetry import manifest, totals
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
-from vllm_tiered.errors import BudgetError, UnsupportedError
+from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
 from vllm_tiered.experts.store import KNOB, ExpertFile
 from vllm_tiered.units import GIB, format_bytes
@@ -364,6 +364,7 @@ class ExpertsEngine:
 
         Raises:
             BudgetError: the disk has no space for two copies of the stored experts.
+            ConfigError: no file can be made in the folder, or it is gone by now.
         """
         assert self._file is not None and self._config.storage_path is not None
         if self._file.is_filled:
@@ -377,7 +378,7 @@ class ExpertsEngine:
             parameter = adopted.layer.get_parameter(tensor.name)
             self._stored_bytes += parameter.nbytes
             adopted.drafts.append(move_to_draft(parameter, folder))
-        free_bytes = shutil.disk_usage(folder).free
+        free_bytes = _free_bytes(folder)
         if self._stored_bytes > free_bytes:
             old = self._file.path
             hint = f", or remove {old}, which would be replaced" if old.exists() else ""
@@ -485,6 +486,16 @@ def register_op() -> None:
         _library.define("routed_experts(Tensor x, Tensor weights, Tensor ids, str name) -> Tensor")
         _library.impl("routed_experts", _routed_experts, "CompositeExplicitAutograd")
         _library._register_fake("routed_experts", lambda x, weights, ids, name: torch.empty_like(x))
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            f"{KNOB} is {folder}: its free space cannot be read ({error.strerror}); give a "
+            "writable folder on a local disk"
+        ) from error
 
 
 def _apply(

@@ -8,12 +8,13 @@ free as soon as the tensor is.
 
 import os
 import tempfile
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 
 import torch
 
 from vllm_tiered.adapter.weights.quantized import SMALLEST_BYTES, is_dense
-from vllm_tiered.errors import BudgetError
+from vllm_tiered.errors import BudgetError, ConfigError
 from vllm_tiered.units import format_bytes
 
 
@@ -22,11 +23,17 @@ class LoadingFiles:
 
     Args:
         folder: folder of the files; made if there is none.
+
+    Raises:
+        ConfigError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refused(error) from error
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in a file, with the same strides.
@@ -35,6 +42,7 @@ class LoadingFiles:
 
         Raises:
             BudgetError: the disk is full.
+            ConfigError: no file can be made in the folder.
         """
         if tensor.nbytes < SMALLEST_BYTES or not is_dense(tensor):
             return tensor.to("cpu")
@@ -45,17 +53,30 @@ class LoadingFiles:
 
     def _map(self, num_bytes: int) -> torch.Tensor:
         """Return the mapping of a new file, uint8 [num_bytes]."""
-        descriptor, name = tempfile.mkstemp(prefix="loading-", dir=self._folder)
         try:
+            descriptor, name = tempfile.mkstemp(prefix="loading-", dir=self._folder)
+        except OSError as error:
+            raise self._refused(error, num_bytes) from error
+        try:
+            os.unlink(name)
             # A full disk would otherwise end the process at a write to the mapping.
             os.posix_fallocate(descriptor, 0, num_bytes)
-            return torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
+            # Whoever may write the folder could have put another file in the place of the name.
+            path = f"/proc/self/fd/{descriptor}"
+            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
-            raise BudgetError(
-                f"quantized layers are kept in {self._folder} until they are placed, which has no "
-                f"room for another {format_bytes(num_bytes)} ({error.strerror}): give "
-                "weights.storage_path more space"
-            ) from error
+            raise self._refused(error, num_bytes) from error
         finally:
             os.close(descriptor)
-            os.unlink(name)
+
+    def _refused(self, error: OSError, num_bytes: int = 0) -> BudgetError | ConfigError:
+        kept = f"quantized layers are kept in {self._folder} until they are placed"
+        if error.errno in (ENOSPC, EDQUOT, EFBIG):
+            return BudgetError(
+                f"{kept}, which has no room for another {format_bytes(num_bytes)} "
+                f"({error.strerror}): give weights.storage_path more space"
+            )
+        return ConfigError(
+            f"{kept}, where no file can be made ({error.strerror}): give as weights.storage_path a "
+            "writable folder on a local disk"
+        )

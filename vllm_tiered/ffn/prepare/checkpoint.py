@@ -8,7 +8,6 @@ down            columns of down_proj or fc2
 N neurons, M matrices ([gate,] up, down), H features of the hidden state.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from vllm_tiered.ffn.activation import RELU, SPARSE, name_of
 from vllm_tiered.ffn.layout import FfnShape
 from vllm_tiered.ffn.prepare.tensor_files import TensorFiles
 from vllm_tiered.storage.checkpoint_fingerprint import fingerprint_of_folder
+from vllm_tiered.untrusted import read_checkpoint_json
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -205,7 +205,7 @@ class Checkpoint:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = read_checkpoint_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{folder} has no config.json: give a local folder with a Hugging Face checkpoint"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_tiered.errors import ConfigError, IntegrityError
+from vllm_tiered.errors import IntegrityError
 from vllm_tiered.ffn.layout import Precision
 from vllm_tiered.ffn.matmul.quantise import default_group
 from vllm_tiered.ffn.predictor.files import KINDS, predictor_name, save_predictor
@@ -26,6 +26,7 @@ from vllm_tiered.ffn.store import format as fmt
 from vllm_tiered.ffn.store.format import HEADER, StoreFormat
 from vllm_tiered.ffn.store.layer import write_layer
 from vllm_tiered.ffn.store.writer import NeuronStoreWriter
+from vllm_tiered.untrusted import read_regular_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +185,9 @@ def _is_there(out: Path, form: StoreFormat, notes: Mapping[str, str]) -> bool:
     """Return whether a store with the same format and notes is already published."""
     header = out / HEADER
     try:
-        found = fmt.unseal(header.read_bytes(), header)
-    except (OSError, ConfigError, IntegrityError):
+        text = read_regular_file(header, max_bytes=fmt.MAX_HEADER_BYTES)
+        found = fmt.unseal(text, header)
+    except (OSError, ValueError, IntegrityError):
         return False
     mine = {**form.to_json(), "notes": dict(notes)}
     return {key: found.get(key) for key in mine} == mine

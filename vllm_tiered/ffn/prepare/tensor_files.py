@@ -5,15 +5,18 @@ Files are not memory-mapped, because touched pages of a mapping count as the pro
 the system reclaims them.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vllm_tiered.errors import ConfigError, UnsupportedError
+from vllm_tiered.untrusted import open_regular_file, parse_json, read_checkpoint_json
+
+MAX_HEADER_BYTES = 100_000_000
+"""Most bytes of a file's header, as in the safetensors library."""
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -96,7 +99,9 @@ def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            names = sorted(set(map(os.fspath, read_checkpoint_json(index)["weight_map"].values())))
+        except OSError as error:
+            raise ConfigError(f"{index} cannot be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is damaged: copy the checkpoint again") from error
         missing = [name for name in names if not (folder / name).exists()]
@@ -118,17 +123,19 @@ def _files(folder: Path) -> list[Path]:
 def _read_header(path: Path) -> Mapping[str, _Place]:
     damaged = f"{path} is damaged or cut off: copy the checkpoint again"
     try:
-        with path.open("rb") as file:
+        with open(open_regular_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < data <= size:
+            if not 8 < data <= min(size, 8 + MAX_HEADER_BYTES):
                 raise ConfigError(damaged)
-            header: dict[str, Any] = json.loads(file.read(data - 8))
+            header = parse_json(file.read(data - 8), any_number=True, allow_repeats=True)
         places = {}
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 shape = tuple(entry["shape"])
+                if not all(type(one) is int for one in (begin, end, *shape)):
+                    raise ConfigError(damaged)
                 places[name] = _Place(path, entry["dtype"], shape, data + begin, end - begin)
                 if not 0 <= begin <= end <= size - data:
                     raise ConfigError(damaged)

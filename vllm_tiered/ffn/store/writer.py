@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from errno import EAGAIN, EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
@@ -34,6 +35,7 @@ from vllm_tiered.ffn.store.layer import (
 )
 from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.units import format_bytes
+from vllm_tiered.untrusted import read_regular_file
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -149,6 +151,8 @@ class NeuronStoreWriter:
                 self._write_header(dict(notes or {}))
             for path in self._temporary():
                 path.unlink()
+            for path in self.draft.iterdir():
+                _deny_others_writing(path)
             sync(self.draft)
             if self.folder.exists():
                 raise ConfigError(_exists(self.folder))
@@ -285,10 +289,18 @@ class NeuronStoreWriter:
 
 def _is_of(header: Path, mine: Mapping[str, Any]) -> bool:
     try:
-        found = store_format.unseal(header.read_bytes(), header)
-    except (ConfigError, IntegrityError):
+        text = read_regular_file(header, max_bytes=store_format.MAX_HEADER_BYTES)
+        found = store_format.unseal(text, header)
+    except (ValueError, IntegrityError):
         return False
     return {key: found.get(key) for key in mine} == dict(mine)
+
+
+def _deny_others_writing(path: Path) -> None:
+    """Take the right to write a file from all but its owner: readers refuse a file with it."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # as with a umask of 002
+        path.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _exists(folder: Path) -> str:

@@ -29,7 +29,8 @@ from tests.fixtures.neuron_stores import (
 from vllm_tiered.errors import ConfigError, IntegrityError
 from vllm_tiered.ffn.layout import Precision, bundle_bytes, bundle_stride
 from vllm_tiered.ffn.store import format as store_format
-from vllm_tiered.ffn.store.reader import NeuronStore
+from vllm_tiered.ffn.store import reader as store_reader
+from vllm_tiered.ffn.store.reader import NeuronStore, check_store
 from vllm_tiered.storage import reader as scatter_reader
 from vllm_tiered.storage.aio import AioQueue
 from vllm_tiered.storage.checksums import checksum
@@ -280,6 +281,14 @@ def rewrite(folder, **changes):
     path.write_bytes(store_format.seal({**contents, **changes}))
 
 
+def dropped(folder, name):
+    """Write the header without one of its keys, and with a valid checksum."""
+    path = folder / store_format.HEADER
+    contents = store_format.unseal(path.read_bytes(), path)
+    contents.pop(name)
+    path.write_bytes(store_format.seal(contents))
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -342,9 +351,32 @@ def planted(name, value):
         pytest.param(lambda f: rewrite(f, activation=7), "activation is no text", id="activation"),
         pytest.param(lambda f: rewrite(f, dtype=None), "dtype is no text", id="no_dtype"),
         pytest.param(lambda f: rewrite(f, sections=3), "is damaged", id="no_sections"),
-        pytest.param(lambda f: rewrite(f, files=[]), "has lost its tables", id="no_files"),
+        pytest.param(lambda f: rewrite(f, files=[]), "files is no table", id="list_of_files"),
+        pytest.param(lambda f: rewrite(f, files=None), "files is no table", id="null_files"),
+        pytest.param(lambda f: dropped(f, "files"), "files is no table", id="no_files"),
+        pytest.param(lambda f: rewrite(f, notes=None), "notes is no table", id="null_notes"),
+        pytest.param(lambda f: rewrite(f, notes=["gate"]), "notes is no table", id="list_of_notes"),
         pytest.param(
-            lambda f: rewrite(f, files={"tables.safetensors": 1}), "has lost its tables", id="entry"
+            lambda f: rewrite(f, files={"tables.safetensors": 1}),
+            "no checksum of tables",
+            id="entry",
+        ),
+        *(
+            pytest.param(
+                lambda f, value=value: rewrite(
+                    f, files={"tables.safetensors": {"xxh3": "0", "bytes": value}}
+                ),
+                message,
+                id=f"{value!r}_bytes",
+            )
+            for value, message in {
+                10**19 - 1: r"tables.safetensors is damaged \(checksum\)",
+                9 * 10**18: r"tables.safetensors is damaged \(checksum\)",
+                1e300: r"bytes of tables.safetensors are 1e\+300",
+                -1: "bytes of tables.safetensors are -1",
+                True: "bytes of tables.safetensors are True",
+                None: "bytes of tables.safetensors are None",
+            }.items()
         ),
     ],
 )
@@ -390,6 +422,54 @@ def test_files_that_have_no_end_are_not_read(folder):
     header.write_bytes(whole)
     os.truncate(tables, 3 << 30)
     with pytest.raises(IntegrityError, match=r"tables.safetensors has 3.00 GiB, more than"):
+        NeuronStore.open(folder)
+
+
+@pytest.mark.parametrize("name", ["store.json", "neurons.bin", "tables.safetensors"])
+def test_a_store_that_another_user_may_have_written_is_refused(folder, name):
+    """A header that is changed and sealed again has the right checksums too."""
+    (folder / name).chmod(0o664)
+    for opened in (check_store, NeuronStore.open):
+        with pytest.raises(ConfigError, match=rf"{name} can be .*\(mode 0664\): .*chmod -R go-w"):
+            opened(folder)
+    (folder / name).chmod(0o644)
+    NeuronStore.open(folder).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["store.json", "neurons.bin", "tables.safetensors"])
+def test_a_store_of_another_user_is_refused(folder, name):
+    os.chown(folder / name, 12345, -1)
+    for opened in (check_store, NeuronStore.open):
+        with pytest.raises(ConfigError, match=rf"{name} belongs to user id 12345, .*chown -R 0 "):
+            opened(folder)
+
+
+@pytest.mark.parametrize("name", ["neurons.bin", "tables.safetensors"])
+def test_a_file_is_checked_again_as_it_is_opened(folder, name, monkeypatch):
+    """Whoever may write the folder can exchange a file after the first look."""
+    monkeypatch.setattr(store_reader, "_check_owners", lambda *args: (folder / name).chmod(0o666))
+    with pytest.raises(ConfigError, match=rf"{name} can be written by other users"):
+        NeuronStore.open(folder)
+
+
+@pytest.mark.parametrize("name", ["neurons.bin", "tables.safetensors"])
+def test_a_pipe_in_a_store_is_not_waited_for(folder, name, monkeypatch):
+    def exchange(*args):
+        (folder / name).unlink()
+        os.mkfifo(folder / name, 0o600)
+
+    monkeypatch.setattr(store_reader, "_check_owners", exchange)
+    with pytest.raises(IntegrityError, match=rf"{name} is not a regular file"):
+        NeuronStore.open(folder)
+
+
+def test_tables_of_another_type_are_damage(folder):
+    content = (folder / "tables.safetensors").read_bytes().replace(b'"U64"', b'"F64"', 1)
+    (folder / "tables.safetensors").write_bytes(content)
+    entry = {"bytes": len(content), "xxh3": f"{checksum(content):016x}"}
+    rewrite(folder, files={"tables.safetensors": entry})
+    with pytest.raises(IntegrityError, match="lacks tables of layer"):
         NeuronStore.open(folder)
 
 

@@ -285,3 +285,16 @@ def test_a_place_where_no_folder_can_be(tmp_path, name):
         return
     with pytest.raises(ConfigError, match="cannot be written"):
         writer(tmp_path / name, MIDDLE)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077], ids="{:03o}".format)
+def test_a_store_can_be_read_whatever_the_umask_was(folder, umask):
+    """Readers refuse files that others can write."""
+    before = os.umask(umask)
+    try:
+        written(folder, SMALL, has_gates=True)
+    finally:
+        os.umask(before)
+    assert not [path.name for path in folder.iterdir() if path.stat().st_mode & 0o022]
+    with NeuronStore.open(folder) as store:
+        assert store.file("gate-0000.safetensors").exists()
