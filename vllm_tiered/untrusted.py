@@ -126,10 +126,15 @@ def read_own_file(path: Path, *, max_bytes: int, folder: Path | None = None) -> 
         return _read(file, max_bytes)
 
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
 def check_owner(found: os.stat_result, path: Path, *, folder: Path | None = None) -> None:
     """Raise ConfigError if another user, other than root, may have written a file.
 
-    Checksums tell damage, not who wrote: a file with other weights can have the right ones.
+    Checksums tell damage, not who wrote: a file with other weights can have the right ones. The
+    owner of a folder that only they can write may own its files: who was given the folder trusts
+    them (a container's root serves what a user prepared).
 
     Args:
         found: status of the opened file.
@@ -137,13 +142,16 @@ def check_owner(found: os.stat_result, path: Path, *, folder: Path | None = None
         folder: the folder whose files are all to be the user's own; None if the file stands alone.
     """
     own = os.geteuid()
+    trusted = {own, 0}
+    if folder is not None and not (status := folder.stat()).st_mode & _OTHERS_WRITE:
+        trusted.add(status.st_uid)
     whom, which, it = ("", path, "it") if folder is None else ("-R ", folder, "the folder")
-    if found.st_uid not in (own, 0):
+    if found.st_uid not in trusted:
         raise ConfigError(
             f"{path} belongs to user id {found.st_uid}, and this process is {own}: remove {it}, or "
             f"make it this user's (chown {whom}{own} {which}) if you trust who wrote it"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
             f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): "
             f"remove {it}, or chmod {whom}go-w {which} if you trust its contents"

@@ -445,6 +445,19 @@ def test_a_store_of_another_user_is_refused(folder, name):
             opened(folder)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_whole_folder_of_another_user_is_taken(folder):
+    """As a container's root finds it, unless others than its owner can put files there."""
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 12345, -1)
+    folder.chmod(0o755)
+    check_store(folder)
+    NeuronStore.open(folder).close()
+    folder.chmod(0o775)
+    with pytest.raises(ConfigError, match=r"belongs to user id 12345"):
+        NeuronStore.open(folder)
+
+
 @pytest.mark.parametrize("name", ["neurons.bin", "tables.safetensors"])
 def test_a_file_is_checked_again_as_it_is_opened(folder, name, monkeypatch):
     """Whoever may write the folder can exchange a file after the first look."""
