@@ -326,3 +326,10 @@ def test_parameters_that_are_not_contiguous_stay_near() -> None:
     assert tiered.placement is not None
     far = {parameter.name for names in tiered.placement.far for parameter in names}
     assert far == {"fc1.weight", "fc1.bias"}
+
+
+def test_energy_is_metered_without_kv_swapping() -> None:
+    with engine("opt", KV_OFF, weights={"placement": "all_far"}) as llm:
+        generate(llm, PROMPTS[:1])
+        (state,) = llm.collective_rpc("tiered_state")
+    assert state["energy"]["counters"]["energy_joules"] > 0

@@ -47,6 +47,16 @@ def test_without_a_connector_the_workers_counters_are_read_at_each_scrape(monkey
         assert lines_of(client, "kv_bytes") == [], "there is no KV part"
 
 
+def test_without_a_connector_all_counters_but_those_of_the_kv_part_are_there(monkeypatch):
+    with served(FakeEngineClient(worker_state()), monkeypatch) as client:
+        registered = {
+            metric.name for metric in figures.COUNTER_METRICS if lines_of(client, metric.name)
+        }
+        names = {metric.name for metric in figures.COUNTER_METRICS}
+    assert registered == {name for name in names if not name.startswith("kv_")}
+    assert "embodied_co2e_grams" in registered
+
+
 def test_nobody_is_asked_while_nobody_scrapes(monkeypatch):
     engine = FakeEngineClient(worker_state())
     with served(engine, monkeypatch) as client:

@@ -217,6 +217,11 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("init_device", "shutdown"),
         "placing weights",
     ),
+    (
+        "vllm.v1.worker.worker_base.WorkerWrapperBase",
+        ("execute_model",),
+        "metering energy without KV swapping",
+    ),
     ("vllm.v1.engine.core", ("EngineCore",), "placing weights"),
     (
         "vllm.v1.executor.ray_executor_v2.RayExecutorV2",

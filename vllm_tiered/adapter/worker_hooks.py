@@ -16,7 +16,9 @@ from vllm_tiered.adapter.ffn.engine import FfnEngine
 from vllm_tiered.adapter.kv import obstacles, warm_up
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.adapter.l2 import hooks as l2_hooks
-from vllm_tiered.adapter.replicas import ranks_here
+from vllm_tiered.adapter.replicas import is_first_here, ranks_here
+from vllm_tiered.adapter.telemetry.energy import open_energy
+from vllm_tiered.adapter.transfer_config import has_tiered_connector
 from vllm_tiered.adapter.weights import loading
 from vllm_tiered.adapter.weights.layer_weights import cpu_linear
 from vllm_tiered.adapter.weights.offloader import TieredOffloader
@@ -85,6 +87,7 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         int4.install()
     original(wrapper, *args, **kwargs)
     l2_hooks.install(wrapper.vllm_config)
+    _meter_energy(wrapper)
     if is_ours:
         wrapper.tiered_offloader = get_offloader()
         wrapper.tiered_ffn = _ffn_of(wrapper.vllm_config)
@@ -92,6 +95,27 @@ def _init_device(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None
         for name in _NOT_AFTER_STAGING:
             if hasattr(wrapper.worker, name):
                 setattr(wrapper.worker, name, partial(_refuse, name))
+
+
+def _meter_energy(wrapper: Any) -> None:
+    """Meter the energy of a worker's steps where no connector of ours does."""
+    vllm_config = wrapper.vllm_config
+    if not _is_ours(vllm_config) or has_tiered_connector(vllm_config.kv_transfer_config):
+        return
+    compat.wrap_once(type(wrapper), "execute_model", _execute_model)
+    is_first = is_first_here(vllm_config.parallel_config)
+    wrapper.tiered_energy = open_energy(_config(vllm_config).report, is_first_engine=is_first)
+
+
+def _execute_model(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    energy = getattr(wrapper, "tiered_energy", None)
+    if energy is None:
+        return original(wrapper, *args, **kwargs)
+    energy.begin_step()
+    try:
+        return original(wrapper, *args, **kwargs)
+    finally:
+        energy.drain_metrics()
 
 
 def _initialize_model(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,9 +309,15 @@ def _experts_of_this_model() -> "ExpertsEngine | None":
 
 def _has_quantized_experts(vllm_config: Any) -> bool:
     """Return whether an engine with the plugin has a model with quantized experts."""
-    model, additional = vllm_config.model_config, vllm_config.additional_config
-    is_ours = isinstance(additional, Mapping) and ROOT_KEY in additional
-    return is_ours and model is not None and bool(model.is_moe and model.quantization)
+    model = vllm_config.model_config
+    has_model = model is not None and bool(model.is_moe and model.quantization)
+    return has_model and _is_ours(vllm_config)
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    """Return whether the plugin is switched on for an engine."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, Mapping) and ROOT_KEY in additional
 
 
 def _config(vllm_config: Any) -> TieredConfig:

@@ -38,6 +38,9 @@ PARTS = ("kv", "weights", "experts", "ffn", "l2")
 _OF_PARTS = ("weights", "experts", "ffn", "l2", "energy")
 """Sections of a worker's state whose counters have no other way to `/metrics`."""
 
+_OF_CONNECTOR = "kv_"
+"""Prefix of the counters that there are with a connector alone."""
+
 _REFRESH_S = 0.5
 _LABELS = ("model_name", "engine")
 
@@ -71,7 +74,7 @@ class Scraped:
         self._counters: dict[str, tuple[Any, list[str]]] = {}  # with the label's value, if any
         _registered.append(self._active)
         for metric in COUNTER_METRICS:
-            if not has_connector and metric.name.partition("_")[0] in (*_OF_PARTS, "co2e"):
+            if not has_connector and not metric.name.startswith(_OF_CONNECTOR):
                 registered = metrics.register(metric, Counter, _LABELS)
                 _registered.append(registered)
                 for value, figure in metric.figures.items():
