@@ -171,12 +171,12 @@ def test_less_far_memory_than_at_the_first_start(tmp_path, monkeypatch) -> None:
     """The part that an earlier start left to far memory may not fit today."""
     weights = {"placement": "all_far", "storage_path": str(tmp_path)}
     memory = read_host_memory()
-    sizes = iter([4 << 20, 3 << 20, 5 << 18])
+    sizes = iter([4 << 20, 3 << 20, 2 << 20])
     monkeypatch.setattr(
         choosing, "read_host_memory", lambda: replace(memory, available_bytes=2 * next(sizes))
     )
     monkeypatch.setattr(choosing, "FAR_SHARE", 0.5)
-    for at_most in (4 << 20, 4 << 20, 5 << 18):
+    for at_most in (4 << 20, 4 << 20, 2 << 20):
         result = run("opt", PROMPTS, KV_OFF, weights=weights)
         assert result.tokens == vllm_tokens("opt", PROMPTS)
         assert 0 < result.manifest["weights"]["far_bytes"] <= at_most

@@ -108,6 +108,7 @@ class PlacementChooser:
         sublayers = self._sublayers(layers, compressed)
         config = self._config
         near_bytes, far_bytes = _in_bytes(config.near_gib), _in_bytes(config.far_gib)
+        usable_bytes = self._usable_bytes(freed_bytes)
         # Also where nothing is planned, as far weights are to lie on the fastest nodes.
         far_tiers = measure_far_tiers(self._device, sublayers, near_device, self._ranks_here)
         placement = None
@@ -116,14 +117,13 @@ class PlacementChooser:
             if far_bytes is None:
                 # Usable memory differs a little from start to start. A file is used as long as its
                 # far part fits usable memory, even if it exceeds FAR_SHARE of it.
-                at_most = self._usable_bytes(freed_bytes)
+                at_most = usable_bytes
                 far_bytes = int(FAR_SHARE * at_most)
                 if near_device.type == "cpu" and near_bytes is not None:
                     at_most = max(0, at_most - near_bytes)
                     far_bytes = min(far_bytes, at_most)
             self.store = self._open_store(config.storage_path, layers, near_device)
-            usable = self._usable_bytes(freed_bytes)
-            placement = self._recorded(self.store, sublayers, at_most, near_device, usable)
+            placement = self._recorded(self.store, sublayers, at_most, near_device, usable_bytes)
             if placement is not None:
                 far_bytes = at_most
                 if self.store.expectation is not None:
@@ -141,11 +141,11 @@ class PlacementChooser:
             )
             if self.store is not None and far_bytes is not None:
                 if config.far_gib == "auto" and near_device.type == "cpu":
-                    left = self._usable_bytes(freed_bytes) - placement.near_bytes
-                    far_bytes = max(0, min(far_bytes, left))
+                    left_bytes = usable_bytes - placement.near_bytes
+                    far_bytes = max(0, min(far_bytes, left_bytes))
                 placement = spill_to_storage(placement, far_bytes)
         placement.check_budget(near_bytes, far_bytes)
-        self._check_host(placement, near_device, freed_bytes)
+        _check_host(placement, near_device, usable_bytes)
         if config.shares_with_kv:
             give_rest_to_kv(config, placement)
         return placement
@@ -154,25 +154,6 @@ class PlacementChooser:
         """Return the host memory that this rank's layers may take."""
         usable = read_host_memory().usable_bytes // self._ranks_here + freed_bytes
         return max(0, usable - self._elsewhere_bytes())
-
-    def _check_host(
-        self, placement: Placement, near_device: torch.device, freed_bytes: int
-    ) -> None:
-        """Check that the host has the memory, which is first written while the model is loaded.
-
-        Raises:
-            BudgetError: it has not, so the kernel would kill the engine then.
-        """
-        usable = self._usable_bytes(freed_bytes)
-        needed = _host_bytes(placement, near_device)
-        if needed > usable:
-            raise BudgetError(
-                f"weights.placement={placement.policy} needs {format_bytes(needed)} of host "
-                f"memory, {format_bytes(placement.far_bytes)} of it far, and only "
-                f"{format_bytes(usable)} can be allocated per rank "
-                f"({read_host_memory().describe_limit()}): set weights.storage_path to a folder "
-                "on an SSD, or lower weights.far_gib if it is set"
-            )
 
     def _kernels(self, layers: Sequence[nn.Module]) -> dict[str, Any]:
         """Return what decides the bytes of quantized layers beside the checkpoint, JSON-safe."""
@@ -306,6 +287,22 @@ def _host_bytes(placement: Placement, near_device: torch.device) -> int:
     """Return the host memory of a placement, with near memory where that is the host's."""
     is_near_here = near_device.type == "cpu"
     return placement.far_bytes + (placement.near_bytes if is_near_here else 0)
+
+
+def _check_host(placement: Placement, near_device: torch.device, usable_bytes: int) -> None:
+    """Check that the host has the memory, which is first written while the model is loaded.
+
+    Raises:
+        BudgetError: it has not, so the kernel would kill the engine then.
+    """
+    needed = _host_bytes(placement, near_device)
+    if needed > usable_bytes:
+        raise BudgetError(
+            f"weights.placement={placement.policy} needs {format_bytes(needed)} of host memory, "
+            f"{format_bytes(placement.far_bytes)} of it far, and only {format_bytes(usable_bytes)} "
+            f"can be allocated per rank ({read_host_memory().describe_limit()}): set "
+            "weights.storage_path to a folder on an SSD, or lower weights.far_gib if it is set"
+        )
 
 
 def _in_bytes(gib: float | str) -> int | None:
