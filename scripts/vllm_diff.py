@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what vllm-tiered touches in the installed vLLM with another release, without running it.
 
-For each name of vLLM that the product imports, wraps or lists as an extension point: is it gone, or
-has its signature or its body changed? An early warning; the tests on the overlay decide.
+For each name of vLLM that the product imports, wraps, overrides or lists as an extension point: is
+it gone, or has its signature or its body changed? An early warning; the tests on the overlay
+decide. The installed vLLM is the one that can be imported, an overlay with PYTHONPATH.
 
 Usage: python -m scripts.vllm_diff 0.34.0 [--bodies]
 
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.vllm_overlay import download, installed_package
-from vllm_tiered.adapter.extension_points import EXPERT_POINTS, POINTS
+from vllm_tiered.adapter.extension_points import EXPERT_POINTS, POINTS, overridden_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -117,9 +118,10 @@ def _names(node: Node) -> set[str]:
 
 
 def touched_names() -> list[str]:
-    """Return the dotted names of vLLM that the product imports, wraps or lists."""
+    """Return the dotted names of vLLM that the product imports, wraps, overrides or lists."""
     points = (*POINTS, *EXPERT_POINTS)
     names = {f"{owner}.{part.partition('(')[0]}" for owner, parts, _ in points for part in parts}
+    names.update(overridden_methods())
     for file in (ROOT / "vllm_tiered").rglob("*.py"):
         names |= _imported_and_wrapped(ast.parse(file.read_text()))
     return sorted(names)
@@ -140,7 +142,31 @@ def _imported_and_wrapped(module: ast.Module) -> set[str]:
             first, _, rest = ast.unparse(owner).partition(".")
             if first in known and isinstance(attribute, ast.Constant):
                 names.add(".".join(filter(None, (known[first], rest, str(attribute.value)))))
+    return names | _taken_from_loaded(module)
+
+
+def _taken_from_loaded(module: ast.Module) -> set[str]:
+    """Return what functions take from modules of vLLM that `import_module` loads in them."""
+    names = set()
+    for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
+        held: dict[str, str] = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and (name := _loaded(node.value)):
+                held |= dict.fromkeys(_names(node), name)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                owner = _loaded(node.value) or held.get(ast.unparse(node.value))
+                if owner is not None:
+                    names.add(f"{owner}.{node.attr}")
     return names
+
+
+def _loaded(node: ast.AST | None) -> str | None:
+    """Return the module of vLLM that a call of `import_module` loads; None for anything else."""
+    if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+        return None
+    name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+    return name if isinstance(name, str) and name.split(".")[0] == "vllm" else None
 
 
 def signature(node: ast.Module | Node) -> str | None:

@@ -29,6 +29,7 @@ NEW = {
     "vllm/planning.py": "def plan(config, groups): ...\n",
 }
 NAMES = ["core.Engine.run", "core.Engine.end", "core.Engine.stop", "core.plan", "distributed.group"]
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 
 def release(folder: Path, files: dict[str, str]) -> vllm_diff.Release:
@@ -56,6 +57,9 @@ def test_every_touched_name_is_in_the_installed_vllm():
     assert len(names) > 100
     assert "vllm.v1.core.sched.scheduler.Scheduler.update_from_output" in names  # wrapped
     assert "vllm.model_executor.models.utils.extract_layer_index" in names  # imported
+    assert "vllm.distributed.utils.get_pp_indices" in names  # of a module that a call loads
+    assert "vllm.distributed.parallel_state.destroy_model_parallel" in names  # the same, later
+    assert f"{METRICS}.KVConnectorStats.aggregate" in names  # overridden
     installed = vllm_diff.Release(vllm_overlay.installed_package())
     assert [name for name in names if installed.find(name) is None] == []
 

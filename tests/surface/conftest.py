@@ -30,9 +30,11 @@ def make_engine_args(model_dir):
 
 @pytest.fixture(scope="session")
 def clean_env():
-    """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors."""
-    tests = Path(__file__).parents[1]
-    search_path = [str(tests.parent), str(tests / "fixtures" / "quick_start")]
+    """`clean_env(NAME=value, ...)`: an environment for subprocesses, without warnings as errors.
+
+    They find the same vLLM as this process, an overlay as well.
+    """
+    search_path = [str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]
     base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     base["PYTHONPATH"] = os.pathsep.join(search_path)
     return lambda **extra: base | extra

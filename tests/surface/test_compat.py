@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 import pytest
+import vllm
 
 from vllm_tiered.adapter import compat, extension_points, plugin
 from vllm_tiered.errors import VersionError
@@ -36,6 +37,12 @@ def test_the_installed_vllm_is_supported_and_complete():
     points = extension_points.extension_points()
     assert len(points) > 60
     assert [point for point in points if not point.is_usable] == []
+
+
+def test_processes_that_tests_start_find_the_same_vllm(run_python):
+    """An overlay stands before the installed release in the processes, too."""
+    found = run_python("-c", "import importlib.util as u; print(u.find_spec('vllm').origin)")
+    assert found.strip() == vllm.__file__
 
 
 def test_another_version_is_refused_with_both_versions(monkeypatch):

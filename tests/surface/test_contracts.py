@@ -4,6 +4,7 @@
 from typing import Any
 
 import pytest
+from vllm.v1.executor.ray_executor_v2 import RayWorkerProc
 
 from vllm_tiered.adapter import compat, extension_points, plugin
 from vllm_tiered.adapter.contracts import (
@@ -84,6 +85,21 @@ def test_a_wrap_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(VersionError, match=r"Owner\.run is called with .*step is not vllm_config"):
         compat.wrap_once(Owner, "run", swapped)
     assert Owner.run is run
+
+
+def test_the_start_of_a_rank_over_ray_is_under_the_contracts(monkeypatch):
+    def renamed(self, local_rank, variables, distributed_init_method) -> None: ...
+
+    monkeypatch.setattr(RayWorkerProc, "initialize_worker", renamed)
+    with pytest.raises(VersionError, match=r"initialize_worker .*variables is not env_vars"):
+        extension_points.check_extension_points(experts=False)
+
+
+def test_a_class_of_ours_that_cannot_be_imported_is_a_finding(monkeypatch):
+    gone = ("vllm_tiered.adapter.gone.Gone", "vllm.v1.executor.abstract.Executor", "testing")
+    monkeypatch.setattr(extension_points, "_OVERRIDES", (gone,))
+    with pytest.raises(VersionError, match=r"\(testing\): vllm_tiered.adapter.gone cannot"):
+        extension_points.check_extension_points(experts=False)
 
 
 def test_an_engine_without_the_plugin_runs_where_a_wrap_does_not_fit(make_engine_args, monkeypatch):

@@ -20,6 +20,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import query_dashboard
+from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.telemetry.figures import read_figures
 from vllm_tiered.cli.live_rates import PARTS
 
@@ -99,6 +100,7 @@ def metric(server, name):
 
 @pytest.mark.timeout(700)
 def test_the_flags_reach_the_worker_and_the_manifest_comes_back(server, log_path):
+    assert json.loads(fetch(f"{server}/version")[1]) == {"version": vllm_version()}  # an overlay's
     assert fetch(f"{server}/tiered") == fetch(f"{server}/v1/models")
     assert fetch(f"{server}/tiered", "wrong") == (401, '{"error":"Unauthorized"}')
     answer = state(server)

@@ -38,8 +38,10 @@ def install() -> None:
     wrap_once(EngineArgs, "add_cli_args", _add_cli_args)
 
 
-def _add_cli_args(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = original(parser)
+def _add_cli_args(
+    original: Any, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any
+) -> argparse.ArgumentParser:
+    parser = original(parser, *args, **kwargs)
     group = parser.add_argument_group(
         title="TieredConfig",
         description="vllm-tiered: switch on with --plugin tiered, configure with --tiered-config.",

@@ -10,6 +10,7 @@ The functions import vLLM themselves, so that this module loads (and `doctor` ru
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -112,3 +113,14 @@ def block_tokens(vllm_config: Any) -> int:
     foreseen.cache_config = copy.copy(vllm_config.cache_config)
     platform.update_block_size_for_backend(foreseen)
     return int(foreseen.cache_config.block_size)
+
+
+def takes_ids_for_nodes() -> bool:
+    """Return whether vLLM's CPU worker takes assigned GPU ids for NUMA nodes, as 0.33 does.
+
+    Without ids it uses the nodes that its process may use.
+
+    Remove when: the worker does not read them.
+    """
+    resources = importlib.import_module("vllm.utils.cpu_resource_utils")
+    return bool(inspect.signature(resources.get_visible_memory_node).parameters)

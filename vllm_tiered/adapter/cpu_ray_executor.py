@@ -12,17 +12,17 @@ on 2 cores, 2026-11-22).
 """
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.utils.cpu_resource_utils import get_visible_memory_node, parse_id_list
+from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
+from vllm_tiered.adapter import compat
 from vllm_tiered.errors import ConfigError
 
 DEVICE_KEY = "CPU"
@@ -40,9 +40,11 @@ class CpuRayWorkerProc(RayWorkerProc):
         self,
         local_rank: int,
         env_vars: dict[str, str],
-        distributed_init_method: str,
+        distributed_init_method: str,  # not read, but before what is
         driver_env_vars: dict[str, str] | None = None,
         assigned_physical_gpu_ids: list[int] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Initialize the worker as vLLM does, bound to the rank's cores.
 
@@ -62,22 +64,10 @@ class CpuRayWorkerProc(RayWorkerProc):
             # cores of the process, which they find in the masks of its other threads.
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
+        ids = None if compat.takes_ids_for_nodes() else assigned_physical_gpu_ids
         super().initialize_worker(
-            local_rank,
-            env_vars,
-            distributed_init_method,
-            driver_env_vars,
-            assigned_physical_gpu_ids=None if takes_ids_for_nodes() else assigned_physical_gpu_ids,
+            local_rank, env_vars, distributed_init_method, driver_env_vars, ids, *args, **kwargs
         )
-
-
-def takes_ids_for_nodes() -> bool:
-    """Return whether vLLM's CPU worker takes assigned GPU ids for NUMA nodes, as 0.33 does.
-
-    Without ids it uses the nodes that its process may use. Remove when: the worker does not read
-    them.
-    """
-    return bool(inspect.signature(get_visible_memory_node).parameters)
 
 
 def cores_of_rank(

@@ -230,7 +230,12 @@ POINTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "vllm.v1.executor.ray_executor_v2.RayWorkerProc",
-        ("get_node_and_physical_gpu_ids",),
+        ("get_node_and_physical_gpu_ids", "initialize_worker"),
+        "ranks over Ray on the CPU backend",
+    ),
+    (
+        "vllm.utils.cpu_resource_utils",
+        ("get_visible_memory_node", "parse_id_list(text)"),
         "ranks over Ray on the CPU backend",
     ),
     ("vllm.v1.engine.core.EngineCore", ("_initialize_kv_caches",), "leaving KV caches to vLLM"),
@@ -364,6 +369,16 @@ _OVERRIDES = (
         "vllm.model_executor.offloader.base.BaseOffloader",
         "placing weights",
     ),
+    (
+        "vllm_tiered.adapter.cpu_ray_executor.CpuRayExecutor",
+        "vllm.v1.executor.ray_executor_v2.RayExecutorV2",
+        "ranks over Ray on the CPU backend",
+    ),
+    (
+        "vllm_tiered.adapter.cpu_ray_executor.CpuRayWorkerProc",
+        "vllm.v1.executor.ray_executor_v2.RayWorkerProc",
+        "ranks over Ray on the CPU backend",
+    ),
 )
 
 _EXPERT_OVERRIDES = (
@@ -403,6 +418,12 @@ def extension_points(*, experts: bool = True) -> list[ExtensionPoint]:
     return found + overrides + _postponed
 
 
+def overridden_methods() -> list[str]:
+    """Return the dotted names of vLLM's methods that classes of ours override."""
+    entries = (*_OVERRIDES, *_EXPERT_OVERRIDES)
+    return [point.name for entry in entries for point in _find_overrides(*entry)]
+
+
 def check_extension_points(*, experts: bool = True) -> None:
     """Raise VersionError that names each extension point that cannot be used.
 
@@ -434,8 +455,9 @@ def _find_attribute(owner: str, attribute: str, needed_for: str) -> ExtensionPoi
 
 def _find_overrides(ours: str, base: str, needed_for: str) -> list[ExtensionPoint]:
     """Compare the methods that `ours` defines with those of the same name in `base`."""
-    our_class, _ = _find(ours)
     base_class, problem = _find(base)
+    our_class, our_problem = _find(ours) if problem is None else (None, None)
+    problem = problem or our_problem  # ours imports what it needs of vLLM, too
     if problem is not None:
         return [ExtensionPoint(name=base, needed_for=needed_for, problem=problem)]
     return [

@@ -160,7 +160,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _shutdown(original: Any, wrapper: Any) -> None:
+def _shutdown(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """Close our offloader and FFN with the worker: the process may start another engine."""
     from vllm.model_executor.offloader import get_offloader, set_offloader
 
@@ -168,7 +168,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
         # This comes first, as its thread reads memory that the engine frees. There is no
         # configuration if the worker was never made.
         l2_hooks.close(getattr(wrapper, "vllm_config", None))
-        original(wrapper)
+        original(wrapper, *args, **kwargs)
     finally:
         _close_ffn(getattr(wrapper, "tiered_ffn", None))
         _close_experts(getattr(wrapper, "tiered_config", None))
@@ -179,7 +179,7 @@ def _shutdown(original: Any, wrapper: Any) -> None:
                 set_offloader(None)
 
 
-def _process_embedding(original: Any, method: Any, layer: Any) -> None:
+def _process_embedding(original: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """Leave embeddings unpacked in our engines on the CPU, to save near memory.
 
     vLLM packs the embeddings and the head tied to them separately, and keeps the original. So it
@@ -194,7 +194,7 @@ def _process_embedding(original: Any, method: Any, layer: Any) -> None:
     if current_platform.is_cpu() and is_ours:
         layer.cpu_linear = cpu_linear
     else:
-        original(method, layer)
+        original(method, layer, *args, **kwargs)
 
 
 def _init_engine(original: Any, engine: Any, *args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def _handle_invalid_blocks(
-    original: Any, scheduler: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    original: Any, scheduler: Any, invalid_block_ids: set[int], *args: Any, **kwargs: Any
 ) -> set[str]:
     """Recompute requests that used lost blocks; return those whose output is invalid."""
     from vllm.v1.request import RequestStatus
@@ -50,7 +50,7 @@ def _handle_invalid_blocks(
 
     connector = find_tiered(scheduler.connector)
     if connector is None or connector.recomputes is None:
-        result: set[str] = original(scheduler, invalid_block_ids, num_scheduled_tokens)
+        result: set[str] = original(scheduler, invalid_block_ids, *args, **kwargs)
         return result
     recent, recomputes = connector.recent_steps, connector.recomputes
     scheduler.kv_cache_manager.evict_blocks(
@@ -88,11 +88,13 @@ def _handle_invalid_blocks(
     return affected_ids
 
 
-def _update_request_as_session(original: Any, scheduler: Any, session: Any, update: Any) -> None:
+def _update_request_as_session(
+    original: Any, scheduler: Any, session: Any, *args: Any, **kwargs: Any
+) -> None:
     """Start a postponed session over when its next input comes."""
     from vllm_tiered.adapter.kv.multi_connector import find_tiered
 
-    original(scheduler, session, update)
+    original(scheduler, session, *args, **kwargs)
     connector = find_tiered(scheduler.connector)
     if connector is not None:
         recomputes = connector.recomputes

@@ -99,11 +99,11 @@ def _execute(original: Any, worker: Any, scheduler_output: Any, *args: Any, **kw
     )
 
 
-def _process(original: Any, method: Any, layer: Any) -> None:
+def _process(original: Any, method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """Leave a weight unpacked: what vLLM packs behind a handle has no address to prefetch."""
     from vllm.config import get_current_vllm_config_or_none
 
     engine = find_engine(get_current_vllm_config_or_none())
     if engine is not None and engine.is_always_on:
         layer._cpu_skip_gemm_dispatch = True
-    original(method, layer)
+    original(method, layer, *args, **kwargs)

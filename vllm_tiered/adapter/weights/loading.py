@@ -10,7 +10,6 @@ weights are loaded     each model has a loader's call of its own; the first is t
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 
 from vllm_tiered.adapter import compat
@@ -62,7 +61,7 @@ def start_streaming(model: nn.Module) -> None:
 
 
 def _init_parameters(
-    original: Any, model: Any, module: nn.Module, dtype: torch.dtype | None = None
+    original: Any, model: Any, module: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
     """Pass the Transformers backend's layers to the offloader, once they have all parameters.
 
@@ -71,7 +70,7 @@ def _init_parameters(
     """
     from vllm.model_executor.offloader import get_offloader
 
-    original(model, module, dtype)
+    original(model, module, *args, **kwargs)
     offloader = get_offloader()
     if module is not model.model or not isinstance(offloader, TieredOffloader):
         return

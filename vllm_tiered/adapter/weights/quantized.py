@@ -137,20 +137,22 @@ def process_on(
 
 
 def _process(
-    original: Callable[[nn.Module], None],
+    original: Callable[..., None],
     ours: set[int],
     near_device: torch.device,
     home: ToHost,
     layer: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     if id(layer) not in ours:
-        original(layer)
+        original(layer, *args, **kwargs)
         return
     before = sum(tensor.nbytes for _, tensor in named_tensors(layer))
     for _, tensor in named_tensors(layer):
         tensor.data = tensor.data.to(near_device)
     restore_weight = keep_weight(layer)
-    original(layer)
+    original(layer, *args, **kwargs)
     restore_weight()
     after = sum(tensor.nbytes for _, tensor in named_tensors(layer))
     if after < _LEAST_SHARE * before:
