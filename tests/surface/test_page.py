@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import threading
 import time
 
@@ -14,9 +13,9 @@ import pytest
 import uvicorn
 
 from tests.fakes.engine_client import BusyEngineClient, make_app
+from tests.surface.browser import text_of, wait_for_text
 from vllm_tiered.adapter.telemetry import endpoint, metrics, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 KEY = "k-<b>1</b>"
 LOST = ("ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE", "ERR_SOCKET")
@@ -26,19 +25,6 @@ LOST = ("ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE", "ERR_SOCKET")
 def engine(monkeypatch):
     monkeypatch.setattr(metrics, "latest_of_schedulers", dict)
     return BusyEngineClient()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs chromium (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -66,50 +52,12 @@ def served(engine):
         yield start
 
 
-@pytest.fixture
-def opened(browser):
-    """`opened(url, **options)`: the page in a window of its own, which must not log an error."""
-    with contextlib.ExitStack() as windows:
-
-        def open_page(url, *, may_fail=(), **options):
-            options = {"viewport": {"width": 1280, "height": 900}} | options
-            window = windows.enter_context(browser.new_context(**options))
-            tab = window.new_page()
-            tab.set_default_timeout(20_000)
-            errors, requests = [], []
-            tab.on("pageerror", lambda error: errors.append(str(error)))
-            tab.on(
-                "console",
-                lambda said: errors.append(said.text) if said.type == "error" else None,
-            )
-            tab.on("request", lambda request: requests.append(request.url))
-
-            def check():
-                unexpected = [e for e in errors if not any(known in e for known in may_fail)]
-                assert unexpected == []
-                assert {u for u in requests if not u.startswith(("data:", "blob:"))} == {url}
-
-            windows.callback(check)
-            tab.goto(url)
-            return tab
-
-        yield open_page
-
-
 def wait_for_polls(engine, num):
     """Wait until the engine was asked `num` more times."""
     until, end = engine.num_calls + num, time.monotonic() + 30
     while engine.num_calls < until:
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def text_of(tab, selector="body"):
-    return tab.locator(selector).inner_text()
-
-
-def wait_for_text(tab, selector, text):
-    tab.locator(selector, has_text=text).first.wait_for()
 
 
 def overflow(tab):
