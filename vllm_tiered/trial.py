@@ -10,8 +10,9 @@ other ranks' times.
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
+from typing import Any, Literal
 
 WARM_STEPS = 8
 PHASE_STEPS = 16
@@ -41,6 +42,10 @@ class Measured:
     def is_kept(self) -> bool:
         is_fastest = self.on < min(self.off_before, self.off_after)
         return is_fastest and self.ratio < 1 - MIN_GAIN
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures and what follows from them, JSON-safe."""
+        return asdict(self) | {"ratio": self.ratio, "kept": self.is_kept}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +130,15 @@ class StepTrial:
         self._most_tokens = most_tokens
         self._trial = None if is_always_on else Trial(phase_steps=LONG_PHASE_STEPS)
         self._last: tuple[int, float] | None = None
+
+    @property
+    def state(self) -> Literal["on", "off", "trying"]:
+        """What was decided: "on" always or for some batch sizes, "off" for those tried so far."""
+        if self._trial is None:
+            return "on"
+        if not self.verdicts:
+            return "trying"
+        return "on" if any(found.is_kept for found in self.verdicts) else "off"
 
     @property
     def verdicts(self) -> tuple[Measured, ...]:

@@ -279,6 +279,7 @@ def test_hits_of_each_layer_are_shown() -> None:
     with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 10)) as llm:
         generate(llm, PROMPTS)
         (state,) = llm.collective_rpc("tiered_state")
+    assert state["experts"]["preload"]["reason"] == 'experts.prefetch is "off"'
     counted = state["experts"]["counters"]
     names = state["experts"]["hit_ratio_by_layer"]
     assert [int(name.split(".")[2]) for name in names] == [0, 1, 2]
@@ -312,8 +313,14 @@ def test_tokens_with_experts_read_ahead(tmp_path: Path, model: str, count: int, 
 def test_reading_ahead_is_tried(caplog_vllm) -> None:
     prompts = random_prompts(1, longest=20)
     with engine("qwen3_moe", KV_OFF, experts=slots("qwen3_moe", 6, prefetch="auto")) as llm:
+        (before,) = llm.collective_rpc("tiered_state")
         tokens = generate(llm, prompts, max_tokens=180)
         used = counters(llm)
+        (after,) = llm.collective_rpc("tiered_state")
+    assert before["experts"]["preload"]["state"] == "trying"
+    (verdict,) = after["experts"]["preload"]["verdicts"]
+    assert after["experts"]["preload"]["state"] == ("on" if verdict["kept"] else "off")
+    assert verdict["batch_size"] == 1
     assert tokens == vllm_tokens("qwen3_moe", prompts, max_tokens=180)
     assert used["experts_ahead"] > 0
     assert "reading ahead takes" in caplog_vllm.text

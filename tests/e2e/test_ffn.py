@@ -133,6 +133,10 @@ def test_every_neuron_through_the_cache(policy, model) -> None:
         assert (metric("tiered_ffn_hits") > 0) == (policy != "none")
         assert metric("tiered_ffn_dense_steps") > 0  # prompts
         assert metric("tiered_ffn_storage_bytes") > 0
+        (state,) = llm.collective_rpc("tiered_state")
+    assert state["ffn"]["preload"]["reason"] == "ffn.far_gib leaves no room for it"
+    # All neurons in each precision, whatever the mix is.
+    assert state["ffn"]["storage_bytes"] > state["ffn"]["dense_bytes"]
 
 
 @pytest.mark.slow

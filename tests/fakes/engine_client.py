@@ -66,6 +66,7 @@ class BusyEngineClient:
         self.kv: dict[str, Any] = {"state": "on", "reason": None}
         self.link: dict[str, Any] = {}
         self.experts: dict[str, Any] = {}
+        self.ffn: dict[str, Any] = {"state": "off", "reason": "ffn.store is <not> set"}
         self.weights: dict[str, Any] = {"state": "off", "reason": 'weights.placement is "off"'}
 
     async def collective_rpc(
@@ -109,8 +110,8 @@ class BusyEngineClient:
             "kv": kv | self.kv,
             "weights": self.weights | {"counters": copied},
             "link": self.link,
-            **({"experts": self.experts} if self.experts else {}),
-            "ffn": {"state": "off", "reason": "ffn.store is <not> set", "counters": {}},
+            **({"experts": _grown(self.experts, now)} if self.experts else {}),
+            "ffn": _grown(self.ffn, now),
             "l2": {"state": "stepped aside", "reason": "one rank", "counters": {}},
             "energy": {"counters": energy},
             "gauges": {
@@ -120,6 +121,12 @@ class BusyEngineClient:
                 "kv_blocks_reserved": 100,
             },
         }
+
+
+def _grown(part: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return a part whose counters have grown by `grows` in each of the seconds."""
+    counters = {name: rate * seconds for name, rate in part.get("grows", {}).items()}
+    return {"counters": counters} | {key: part[key] for key in part if key != "grows"}
 
 
 def make_app(engine: Any, **args: Any) -> FastAPI:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model folder, engine arguments made from it, and Python processes with a clean environment."""
+"""A model folder, engine arguments made from it, clean Python processes, and a real browser."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +71,46 @@ def run_probe(run_python, model_dir):
         return json.loads(out.splitlines()[-1])
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs chromium (apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """`opened(url, **options)`: the page in a window of its own, which must not log an error."""
+    with contextlib.ExitStack() as windows:
+
+        def open_page(url, *, may_fail=(), **options):
+            options = {"viewport": {"width": 1280, "height": 900}} | options
+            window = windows.enter_context(browser.new_context(**options))
+            tab = window.new_page()
+            tab.set_default_timeout(20_000)
+            errors, requests = [], []
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.on(
+                "console",
+                lambda said: errors.append(said.text) if said.type == "error" else None,
+            )
+            tab.on("request", lambda request: requests.append(request.url))
+
+            def check():
+                unexpected = [e for e in errors if not any(known in e for known in may_fail)]
+                assert unexpected == []
+                assert {u for u in requests if not u.startswith(("data:", "blob:"))} == {url}
+
+            windows.callback(check)
+            tab.goto(url)
+            return tab
+
+        yield open_page

@@ -6,39 +6,51 @@ import itertools
 import json
 import os
 import re
-import shutil
 import threading
 import time
+from typing import Any
 
 import pytest
 import uvicorn
 
 from tests.fakes.engine_client import BusyEngineClient, make_app
+from tests.surface.browser import text_of, wait_for_text
 from vllm_tiered.adapter.telemetry import endpoint, metrics, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 KEY = "k-<b>1</b>"
 LOST = ("ERR_CONNECTION", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE", "ERR_SOCKET")
+
+
+EXPERTS: dict[str, Any] = {
+    "state": "on",
+    "reason": None,
+    "num_layers": 3,
+    "num_experts": 64,
+    "slots": 16,
+    "top_k": 4,
+    "policy": "lfu",
+    "preload": {"state": "off", "reason": 'experts.prefetch is "off"', "verdicts": []},
+    "grows": {"experts_far_bytes": 5 << 20},
+}
+FFN: dict[str, Any] = {
+    "state": "on",
+    "reason": None,
+    "num_layers": 24,
+    "neurons": 512,
+    "cache": "atu",
+    "predictor": "gate",
+    "storage_bytes": 9 << 20,
+    "preload": {"state": "off", "reason": "there is no room", "verdicts": []},
+    "grows": {"ffn_far_bytes": 3 << 20, "ffn_storage_bytes": 7 << 20},
+}
+"""Parts that are on; `grows` are counters' increases each second."""
 
 
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(metrics, "latest_of_schedulers", dict)
     return BusyEngineClient()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs chromium (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -66,50 +78,12 @@ def served(engine):
         yield start
 
 
-@pytest.fixture
-def opened(browser):
-    """`opened(url, **options)`: the page in a window of its own, which must not log an error."""
-    with contextlib.ExitStack() as windows:
-
-        def open_page(url, *, may_fail=(), **options):
-            options = {"viewport": {"width": 1280, "height": 900}} | options
-            window = windows.enter_context(browser.new_context(**options))
-            tab = window.new_page()
-            tab.set_default_timeout(20_000)
-            errors, requests = [], []
-            tab.on("pageerror", lambda error: errors.append(str(error)))
-            tab.on(
-                "console",
-                lambda said: errors.append(said.text) if said.type == "error" else None,
-            )
-            tab.on("request", lambda request: requests.append(request.url))
-
-            def check():
-                unexpected = [e for e in errors if not any(known in e for known in may_fail)]
-                assert unexpected == []
-                assert {u for u in requests if not u.startswith(("data:", "blob:"))} == {url}
-
-            windows.callback(check)
-            tab.goto(url)
-            return tab
-
-        yield open_page
-
-
 def wait_for_polls(engine, num):
     """Wait until the engine was asked `num` more times."""
     until, end = engine.num_calls + num, time.monotonic() + 30
     while engine.num_calls < until:
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def text_of(tab, selector="body"):
-    return tab.locator(selector).inner_text()
-
-
-def wait_for_text(tab, selector, text):
-    tab.locator(selector, has_text=text).first.wait_for()
 
 
 def overflow(tab):
@@ -137,14 +111,7 @@ def test_it_says_in_words_what_the_server_does(opened, served, engine):
 
 
 def test_hits_of_experts_are_shown_by_layer(opened, served, engine):
-    engine.experts = {
-        "state": "on",
-        "reason": None,
-        "num_layers": 3,
-        "num_experts": 64,
-        "slots": 16,
-        "top_k": 4,
-        "policy": "lfu",
+    engine.experts = EXPERTS | {
         "hit_ratio_by_layer": {
             f"model.layers.{layer}.mlp.experts": hits
             for layer, hits in ((1, 0.9), (2, 0.25), (3, 0.5))
@@ -158,6 +125,54 @@ def test_hits_of_experts_are_shown_by_layer(opened, served, engine):
     assert heights == ["90%", "25%", "50%"]
     titles = tab.evaluate("[...document.querySelectorAll('.bars i')].map(b => b.title)")
     assert titles[1].startswith("layer 2: 25")
+
+
+def test_a_part_that_may_read_ahead_says_whether_it_does(opened, served, engine):
+    engine.experts = EXPERTS
+    engine.ffn = FFN
+    url, _ = served()
+    tab = opened(url)
+    wait_for_text(tab, "#parts", "It does not read ahead: there is no room.")
+    verdict = {"batch_size": 1, "ratio": 1.034, "kept": False}
+    for state, verdicts, text in (
+        ("trying", [], "It tries in decode steps whether reading ahead is faster."),
+        ("on", [], "It reads ahead in every decode step."),
+        (
+            "off",
+            [verdict],
+            "does not read ahead: with it, steps took 1.03 of the time without (1 token a step).",
+        ),
+        (
+            "on",
+            [verdict, {"batch_size": 8, "ratio": 0.9, "kept": True}],
+            "faster: steps took 1.03 of the time without (1 token a step), 0.90 (8).",
+        ),
+    ):
+        told = {"state": state, "reason": None, "verdicts": verdicts}
+        engine.experts = EXPERTS | {"preload": told}
+        wait_for_text(tab, "#parts .card:has(h3:text('Experts'))", text)
+
+
+def test_experts_and_neurons_have_bytes_and_no_peak_on_their_links(opened, served, engine):
+    engine.link = {"peak_read_bytes_per_s": 400 << 20}
+    engine.experts = EXPERTS
+    engine.ffn = FFN
+    url, _ = served()
+    tab = opened(url)
+    neither = "neither the time of copies nor a peak is measured for these"
+    wait_for_text(tab, "#links tr", re.compile(r"neurons from storage7.0 MiB/s" + neither))
+    links = text_of(tab, "#links")
+    assert re.search(rf"experts from far memory\s+5.0 MiB/s\s+{neither}", links)
+    assert re.search(rf"experts from storage\s+not measured\s+{neither}", links)
+    assert links.count(neither) == 4 and "KV, far to near" in links
+
+
+def test_files_of_embeddings_and_neurons_are_counted_as_storage(opened, served, engine):
+    engine.experts = EXPERTS | {"storage_bytes": 1 << 20, "embedding_bytes": 2 << 20}
+    engine.ffn = FFN
+    url, _ = served()
+    tab = opened(url)
+    wait_for_text(tab, "#tiers", re.compile(r"storageExperts 3.0 MiB, FFN neurons 9.0 MiB"))
 
 
 def test_a_links_rate_is_shown_against_its_measured_peak(opened, served, engine):

@@ -6,30 +6,18 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import query_dashboard
+from tests.surface.servers import KEY, NEAR_BYTES, ROOT, fetch, serve, state
 from vllm_tiered.adapter.compat import vllm_version
 from vllm_tiered.adapter.telemetry.figures import read_figures
 from vllm_tiered.cli.live_rates import PARTS
-
-ROOT = Path(__file__).resolve().parents[2]
-COMMAND = str(Path(sys.executable).with_name("vllm"))
-
-START_TIMEOUT_S = 500
-NEAR_BYTES = 128 << 20
-KEY = "a-key"
 
 
 @pytest.fixture
@@ -40,56 +28,8 @@ def log_path(tmp_path):
 @pytest.fixture
 def server(clean_env, model_dir, log_path, tmp_path):
     """The address of a server with half of its layers far; its log is shown if it fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        *(COMMAND, "serve", model_dir, "--plugin", "tiered"),
-        *("--served-model-name", "demo", "--enforce-eager"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "512", "--kv-cache-memory-bytes", str(NEAR_BYTES)),
-        *("--tiered-config.kv.expansion", "2", "--tiered-config.kv.far_gib", "1"),
-        *("--tiered-config.report.path", str(tmp_path / "timeline.jsonl"), "--api-key", KEY),
-    ]
-    # vLLM's own defaults: the engine in a process of its own, and a full log.
-    env = clean_env(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO")
-    with log_path.open("w") as log:
-        # In the root, where `triton_kernels` is importable.
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_up(process, address, log_path)
+    with serve(clean_env, model_dir, log_path, tmp_path) as (address, _):
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        finally:
-            process.kill()
-
-
-def wait_until_up(process, address, log_path):
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
-        except OSError:  # refused, reset or too late
-            time.sleep(0.5)
-        else:
-            return
-    pytest.fail(f"the server did not start:\n{log_path.read_text()[-8000:]}")
-
-
-def fetch(url, key=None):
-    """Return status and body of a GET."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=60
-        ) as found:
-            return found.status, found.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def metric(server, name):
@@ -162,12 +102,6 @@ def check_dashboard(server):
                 break
     assert not empty
     assert found["max by (part, reason) (vllm:tiered_part_active{} == 1)"] == len(PARTS)
-
-
-def state(server):
-    status, body = fetch(f"{server}/tiered", KEY)
-    assert status == 200, body
-    return json.loads(body)
 
 
 def check_hanging_worker(server, pid):

@@ -3,11 +3,7 @@
 
 import json
 import shutil
-import socket
-import subprocess
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -16,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.inputs.shapes import random_model_dir
 from scripts import query_dashboard
 from tests.e2e.harness import prepared
-from tests.surface.test_server import COMMAND, ROOT, fetch, wait_until_up
+from tests.surface.servers import fetch, serving
 from vllm_tiered.adapter.telemetry.figures import read_figures
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,30 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EMPTY = ("step_stall_seconds_bucket", "step_wait_seconds_bucket", "experts_ahead", "ffn_hits")
 
 
-@contextmanager
-def serve(model: Path, clean_env, log_path: Path, *arguments: str):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    host, port = address.split(":")
-    command = [
-        *(COMMAND, "serve", str(model), "--plugin", "tiered", "--served-model-name", "demo"),
-        *("--enforce-eager", "--host", host, "--port", port),
-        *("--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20)),
-        *("--dtype", "float32", "--tiered-config.kv.enabled", "false", *arguments),
-    ]
-    env = clean_env(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LOGGING_LEVEL="INFO")
-    with log_path.open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        wait_until_up(process, f"http://{address}", log_path)
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        finally:
-            process.kill()
+OPTIONS = (
+    *("--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), "--dtype", "float32"),
+    *("--tiered-config.kv.enabled", "false"),
+)
 
 
 def generate(server: str) -> None:
@@ -107,7 +83,8 @@ def test_weights_and_experts(clean_env, tmp_path):
     arguments = ["--tiered-config.weights.placement", "all_far"]
     arguments += ["--tiered-config.experts.near_gib", "0.01"]
     model = random_model_dir("mixtral")
-    with serve(model, clean_env, tmp_path / "server.log", *arguments) as server:
+    log_path = tmp_path / "server.log"
+    with serving(clean_env, str(model), log_path, *OPTIONS, *arguments) as (server, _):
         check_metrics(server, {"weights", "experts"})
 
 
@@ -116,5 +93,6 @@ def test_neurons(clean_env, tmp_path):
     prepared(model, store).close()
     arguments = ["--tiered-config.ffn.store", str(store), "--tiered-config.ffn.exact", "true"]
     arguments += ["--tiered-config.ffn.far_gib", "0"]
-    with serve(model, clean_env, tmp_path / "server.log", *arguments) as server:
+    log_path = tmp_path / "server.log"
+    with serving(clean_env, str(model), log_path, *OPTIONS, *arguments) as (server, _):
         check_metrics(server, {"ffn"})

@@ -13,7 +13,7 @@ import torch
 
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
 from vllm_tiered.adapter.kv.plan import KvPlan, LeftToVllm
-from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, preload, totals
 from vllm_tiered.adapter.telemetry.manifest import KvManifest, L2Manifest
 from vllm_tiered.adapter.telemetry.state import worker_state
 from vllm_tiered.cli.live_rates import PARTS
@@ -26,7 +26,7 @@ from vllm_tiered.kv.far_tier import FarHomes
 from vllm_tiered.kv.layout import KvGeometry, LayerStack
 from vllm_tiered.kv.policy import interleave
 from vllm_tiered.planner.pipeline_time import ExpectedStep
-from vllm_tiered.trial import Measured
+from vllm_tiered.trial import Measured, StepTrial
 from vllm_tiered.units import MIB
 
 NUM_LAYERS = 12
@@ -37,6 +37,7 @@ def nothing_published(monkeypatch):
     for name in ("_kv", "_weights", "_ffn", "_l2"):
         monkeypatch.setattr(manifest, name, None)
     monkeypatch.setattr(totals, "_reads", {})
+    monkeypatch.setattr(preload, "_sources", {})
 
 
 def state(config=None, *, rank=0, aside=None):
@@ -161,6 +162,40 @@ def test_prefetching_that_was_measured_slower_has_stepped_aside():
     manifest.publish_l2(L2Manifest(prefetch="auto", why_not="one rank"))
     l2 = state({})["l2"]
     assert (l2["state"], l2["reason"]) == ("stepped aside", "one rank")
+
+
+@pytest.mark.parametrize("part", ["experts", "ffn"])
+def test_a_part_that_may_read_ahead_says_what_trials_have_found(part, monkeypatch):
+    assert state({})[part]["preload"] is None, "it is not set up"
+    preload.publish(part, "there is no room")
+    assert state({})[part]["preload"] == {
+        "state": "off",
+        "reason": "there is no room",
+        "verdicts": [],
+    }
+    tried = StepTrial(is_always_on=False, most_tokens=4)
+    preload.publish(part, tried)
+    assert state({})[part]["preload"] == {"state": "trying", "reason": None, "verdicts": []}
+    found = Measured(batch_size=4, off_before=1.0, on=0.5, off_after=1.0)
+    monkeypatch.setattr(StepTrial, "verdicts", (found,))
+    assert state({})[part]["preload"] == {
+        "state": "on",
+        "reason": None,
+        "verdicts": [
+            {
+                "batch_size": 4,
+                "off_before": 1,
+                "on": 0.5,
+                "off_after": 1,
+                "ratio": 0.5,
+                "kept": True,
+            }
+        ],
+    }
+    preload.withdraw(part, StepTrial(is_always_on=True, most_tokens=4))  # of an earlier engine
+    assert state({})[part]["preload"] is not None
+    preload.withdraw(part, tried)
+    assert state({})[part]["preload"] is None
 
 
 def test_weights_state_what_was_planned_for():

@@ -26,6 +26,7 @@ from vllm_tiered.cli.live_rates import (
     events_between,
     rates_between,
 )
+from vllm_tiered.cli.top_rows import figure_rows
 from vllm_tiered.errors import TieredError
 from vllm_tiered.units import MIB, format_bytes
 from vllm_tiered.untrusted import parse_json
@@ -142,11 +143,14 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 def picture(now: dict[str, Any], rates: Rates, events: Any) -> Group:
     """Return what is shown of one answer."""
-    engine = (now["engines"] or [{}])[0]
     header = Text(f"vllm-tiered {now['version']}, {len(now['workers'])} ranks", "bold")
     if rates.tokens is not None:
         header.append(f"    {rates.tokens:.0f} tokens/s")
-    return Group(header, _parts(now), _tiers(now), _figures(engine, rates), *_events(events))
+    server = now.get("server", {})
+    for name in ("running", "waiting"):
+        if (number := server.get(f"requests_{name}")) is not None:
+            header.append(f"    {number:.0f} {name}")
+    return Group(header, _parts(now), _tiers(now), _figures(now, rates), *_events(events))
 
 
 def _parts(now: dict[str, Any]) -> Table:
@@ -171,35 +175,12 @@ def _tiers(now: dict[str, Any]) -> Table:
     return table
 
 
-def _figures(engine: dict[str, Any], rates: Rates) -> Table:
+def _figures(now: dict[str, Any], rates: Rates) -> Table:
     table = Table(box=box.SIMPLE, show_header=False)
-    expansion = engine.get("kv_expansion")
-    if expansion is not None:
-        layers = f"{engine.get('kv_far_layers', 0):.0f} layers far"
-        table.add_row("KV expansion", f"{expansion:.2f}x, {layers}")
-    table.add_row("KV read, written", f"{_rate(rates.read)}, {_rate(rates.write)}")
-    table.add_row("while reading", _rate(rates.read_speed))
-    table.add_row("compute waits for KV", _share(rates.stall))
-    table.add_row("planning and hooks", _share(rates.bookkeeping))
-    if rates.weights_read is not None:
-        waits = _share(rates.weights_wait)
-        table.add_row("far weights", f"{_rate(rates.weights_read)}, compute waits {waits}")
-    if rates.hits is not None:
-        table.add_row("neurons found near", _share(rates.hits))
-    if rates.watts:
-        assumed = (rates.assumed_watts or 0.0) / rates.watts
-        kind = "assumed" if assumed > 0.999 else f"{assumed:.0%} assumed" if assumed else "measured"
-        table.add_row("power", f"{rates.watts:.1f} W ({kind})")
+    for title, text in figure_rows(now, rates):
+        table.add_row(title, Text(text))
     return table
 
 
 def _events(events: Any) -> list[Text]:
     return [Text(text, "dim") for text in events]
-
-
-def _rate(value: float | None) -> str:
-    return "not measured" if value is None else f"{format_bytes(round(value))}/s"
-
-
-def _share(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.1%}"

@@ -116,6 +116,11 @@ class FfnRuntime:
                 layer.on_host.prefetch_target = later.on_host
 
     @property
+    def store_bytes(self) -> int:
+        """Bytes of the rank's neurons in the store."""
+        return self._store.bundle_bytes
+
+    @property
     def stats(self) -> LayerStats:
         """The sum of all layers' counts, without hits and misses that the GPU has yet to report."""
         self._rank.clock.poll()

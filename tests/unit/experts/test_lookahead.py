@@ -49,7 +49,9 @@ def steps(trial, clock, count, tokens, seconds):
 def test_it_is_tried_and_kept_if_it_is_faster(clock, gain):
     trial = StepTrial(is_always_on=False, most_tokens=MOST_TOKENS)
     seconds = {False: 1.0, True: 1.0 / gain}
+    assert trial.state == "trying"
     found = steps(trial, clock, WARM_STEPS + 3 * LONG_PHASE_STEPS + 1, 1, seconds)
+    assert trial.state == ("on" if gain > 1 else "off")
     assert sum(found[:-1]) == LONG_PHASE_STEPS
     assert found[-1] is (gain > 1)
     (verdict,) = trial.verdicts
@@ -66,3 +68,13 @@ def test_large_steps_are_neither_timed_nor_looked_ahead_of(clock):
 def test_always_on_makes_no_trial(clock):
     trial = StepTrial(is_always_on=True, most_tokens=MOST_TOKENS)
     assert all(steps(trial, clock, 400, 1, {True: 1.0})) and not trial.verdicts
+    assert trial.state == "on"
+
+
+def test_a_trial_that_some_batch_sizes_won_is_on(clock):
+    trial = StepTrial(is_always_on=False, most_tokens=MOST_TOKENS)
+    for tokens, gain in ((1, 0.8), (16, 1.2), (4, 0.8)):
+        whole = WARM_STEPS + 3 * LONG_PHASE_STEPS + 1
+        steps(trial, clock, whole, tokens, {False: 1.0, True: 1.0 / gain})
+    assert [found.is_kept for found in trial.verdicts] == [False, True, False]
+    assert trial.state == "on"

@@ -41,12 +41,13 @@ from vllm_tiered.adapter.experts.tensors import (
     move_to_draft,
     processed_tensors,
 )
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import manifest, preload, totals
 from vllm_tiered.config import ExpertsConfig
 from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
 from vllm_tiered.experts.store import KNOB, ExpertFile
+from vllm_tiered.trial import StepTrial
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -96,6 +97,7 @@ class ExpertsEngine:
         self._is_checked = self._is_complete = False
         self._before: dict[str, float] = {}
         self._stated: manifest.ExpertsManifest | None = None
+        self._preload: StepTrial | str | None = None
         register_op()
 
     @property
@@ -185,10 +187,11 @@ class ExpertsEngine:
             if adopted.is_waiting:
                 self._slots.attach(adopted)
             self._move_rest(adopted.layer)
-        self._look_ahead(model)
+        self._preload = self._look_ahead(model)
         self._is_complete = True
         stated = self._stated = self._manifest()
         manifest.publish_experts(stated)
+        preload.publish("experts", self._preload)
         totals.publish("experts", self.total_use)
         totals.publish(totals.EXPERT_HITS, self.hits_by_layer)
         totals.publish(totals.EXPERT_MISSES, self.misses_by_layer)
@@ -211,8 +214,11 @@ class ExpertsEngine:
             if parameter.device.type != self._slots.near.type:
                 parameter.data = parameter.data.to(self._slots.near)
 
-    def _look_ahead(self, model: torch.nn.Module) -> None:
+    def _look_ahead(self, model: torch.nn.Module) -> StepTrial | str:
         """Let each layer load what the next one's router would choose for its hidden states.
+
+        Returns:
+            What decides in each step whether they do; or why they never do.
 
         Raises:
             UnsupportedError: this is asked for, and the model's routers cannot be called alone.
@@ -220,24 +226,31 @@ class ExpertsEngine:
         asked = self._config.prefetch == "on"
         if self._device.has_device_memory and asked:
             raise UnsupportedError("experts.prefetch does not work on a GPU yet: leave it out")
+        if self._config.prefetch == "off":
+            return 'experts.prefetch is "off"'
+        if self._device.has_device_memory:
+            return "it does not work on a GPU yet"
         # With a fallback, what arrived in time would decide what is computed in 4 bit.
-        if self._device.has_device_memory or self._config.prefetch == "off":
-            return
         if self._has_fallback and not asked:
-            return
+            return "experts.fallback is set"
         in_slots = [one for one in self._layers if one.experts is not None]
         pairs = [(one.layer, one.experts) for one in in_slots if one.experts is not None]
         lookahead = Lookahead(model, pairs, is_always_on=asked, logs=self._rank == 0)
         if lookahead.num_layers:
             in_slots[0].begin_step = lookahead.begin_step
-        elif asked and len(in_slots) > 1:
+            return lookahead.trial
+        if len(in_slots) < 2:
+            return "no two layers have experts in slots"
+        if asked:
             raise UnsupportedError(
                 f"{in_slots[1].layer.layer_name}: its router cannot be called alone: leave "
                 "experts.prefetch out"
             )
+        return "the model's routers cannot be called alone"
 
     def close(self) -> None:
         """Free memory and close files. Idempotent."""
+        preload.withdraw("experts", self._preload)
         totals.withdraw("experts", self.total_use)
         totals.withdraw(totals.EXPERT_HITS, self.hits_by_layer)
         totals.withdraw(totals.EXPERT_MISSES, self.misses_by_layer)

@@ -32,6 +32,7 @@ class Lookahead:
 
     Attributes:
         num_layers: layers whose experts are read ahead.
+        trial: decides whether they are.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Lookahead:
         is_always_on: bool,
         logs: bool,
     ) -> None:
-        self._trial = StepTrial(is_always_on=is_always_on, most_tokens=MOST_TOKENS)
+        self.trial = StepTrial(is_always_on=is_always_on, most_tokens=MOST_TOKENS)
         self._logs = logs
         self.num_layers = 0
         for (layer, experts), (following, its_experts) in pairwise(layers):
@@ -53,7 +54,7 @@ class Lookahead:
 
     def begin_step(self, num_tokens: int) -> None:
         """Decide for a step of the first layer, and log what a trial has found."""
-        measured = self._trial.begin_step(num_tokens)
+        measured = self.trial.begin_step(num_tokens)
         if measured is not None and self._logs:
             logger.info(
                 "tiered experts: with batches of about %d, reading ahead takes %.2f of the time "
@@ -64,7 +65,7 @@ class Lookahead:
             )
 
     def _load(self, routing: Routing, experts: ExpertLayer, x_MH: torch.Tensor) -> None:
-        if self._trial.is_on and len(x_MH) <= MOST_TOKENS:
+        if self.trial.is_on and len(x_MH) <= MOST_TOKENS:
             experts.load_ahead(routing(x_MH))
 
 

@@ -24,11 +24,12 @@ from vllm_tiered.adapter.ffn.modules import (
     register_op,
     replace_ffn,
 )
-from vllm_tiered.adapter.telemetry import manifest, totals
+from vllm_tiered.adapter.telemetry import manifest, preload, totals
 from vllm_tiered.config import FfnConfig
 from vllm_tiered.devices.base import Device
 from vllm_tiered.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.layer import FfnLayer
+from vllm_tiered.ffn.memory_plan import FfnPlan
 from vllm_tiered.ffn.open import open_runtime
 from vllm_tiered.ffn.runtime import FfnRuntime
 from vllm_tiered.ffn.store.reader import NeuronStore
@@ -143,6 +144,9 @@ class FfnEngine:
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
         totals.publish("ffn", self.total_use)
+        preload.publish(
+            "ffn", self.runtime.preload or _why_no_preload(self._config, self.runtime.plan)
+        )
         if rank == 0:
             logger.info("%s", stated.describe())
 
@@ -155,8 +159,8 @@ class FfnEngine:
 
     def _say_verdicts(self) -> None:
         """Log what trials of reading ahead have found since the last call."""
-        preload = None if self.runtime is None else self.runtime.preload
-        verdicts = () if preload is None else preload.verdicts
+        tried = None if self.runtime is None else self.runtime.preload
+        verdicts = () if tried is None else tried.verdicts
         for found in verdicts[self._num_said :]:
             logger.info(
                 "tiered ffn: with batches of about %d, reading ahead takes %.2f of the time "
@@ -191,6 +195,7 @@ class FfnEngine:
         self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
+            preload.withdraw("ffn", self.runtime.preload)
         self.runtime = None
         manifest.publish_ffn(None)
         totals.withdraw("ffn", self.total_use)
@@ -221,6 +226,17 @@ class FfnEngine:
         except Exception as error:
             self._failure = error
             raise
+
+
+def _why_no_preload(config: FfnConfig, plan: FfnPlan) -> str:
+    """Return why no neurons are read ahead."""
+    if config.preload == "off":
+        return 'ffn.preload is "off"'
+    if plan.mix is None:
+        return "ffn.exact computes all neurons"
+    if plan.num_far_layers == plan.shape.num_layers:
+        return "far memory holds all layers"
+    return "ffn.far_gib leaves no room for it"
 
 
 def _check_device(device: Device, near_device: torch.device) -> None:

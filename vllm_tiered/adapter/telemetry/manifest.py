@@ -229,6 +229,7 @@ class FfnManifest:
         near_bytes: near memory of caches, staging buffers, tables and predictors.
         far_layers: layers whose neurons far memory holds.
         far_bytes: far memory of neurons.
+        storage_bytes: bytes of the neurons in the store, in all its precisions.
         dense_bytes: what the FFN weights of all layers would take.
     """
 
@@ -242,6 +243,7 @@ class FfnManifest:
     near_bytes: int
     far_layers: int
     far_bytes: int
+    storage_bytes: int
     dense_bytes: int
 
     @classmethod
@@ -261,6 +263,7 @@ class FfnManifest:
             near_bytes=plan.near_bytes,
             far_layers=plan.num_far_layers,
             far_bytes=plan.far_bytes,
+            storage_bytes=runtime.store_bytes,
             dense_bytes=plan.shape.num_layers
             * plan.shape.neurons
             * bundle_bytes(plan.shape, Precision.FULL),
@@ -375,9 +378,7 @@ class L2Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest under its section's name, JSON-safe."""
-        verdicts = [
-            asdict(found) | {"ratio": found.ratio, "kept": found.is_kept} for found in self.verdicts
-        ]
+        verdicts = [found.to_dict() for found in self.verdicts]
         return {"l2": asdict(self) | {"active": self.active, "verdicts": verdicts}}
 
     def describe(self) -> str:

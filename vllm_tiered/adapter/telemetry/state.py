@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_tiered.adapter.connector_name import ASIDE_KEY
-from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
+from vllm_tiered.adapter.telemetry import link_peak, manifest, preload, totals
 from vllm_tiered.adapter.telemetry.figures import COUNTERS, GAUGES
 from vllm_tiered.adapter.telemetry.totals import GAUGES_KEY
 from vllm_tiered.config import ROOT_KEY, TieredConfig
@@ -44,6 +44,8 @@ def worker_state(worker: Any) -> dict[str, Any] | None:
         for name, (state, reason) in parts.items()
     }
     described["experts"] |= {"hit_ratio_by_layer": _hit_ratio_by_layer()}
+    for part in preload.PARTS:
+        described[part] |= {"preload": preload.current(part)}
     where = {
         "replica": worker.vllm_config.parallel_config.data_parallel_index,
         "rank": worker.rank,

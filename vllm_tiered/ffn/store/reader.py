@@ -136,6 +136,12 @@ class NeuronStore:
         return self._tables.get(store_format.down_bias_name(layer))
 
     @property
+    def bundle_bytes(self) -> int:
+        """Bytes of the shard's bundles in the file, in all stored precisions."""
+        neurons = self.shape.num_layers * self.shape.neurons
+        return neurons * sum(bundle_stride(self.shape, p) for p in self.precisions)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of all tables, which are in memory."""
         return sum(table.nbytes for table in self._tables.values())

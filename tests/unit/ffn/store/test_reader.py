@@ -98,6 +98,9 @@ def test_a_stores_description(stores, name):
     assert (store.shape, store.activation, store.precisions) == (shape, "relu", tuple(Precision))
     assert store.group == GROUPS and store.contents["model"]["name"] == "model-0"
     assert store.dtype.itemsize == shape.dtype_bytes
+    # Beside the bundles the file has what aligns its sections.
+    most = 4096 * shape.num_layers * len(Precision)
+    assert 0 <= (store.path / "neurons.bin").stat().st_size - store.bundle_bytes < most
     for layer in range(shape.num_layers):
         for precision in Precision:
             assert torch.equal(store.scales(layer, precision), bundles(shape, layer, precision)[1])
