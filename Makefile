@@ -13,8 +13,8 @@ COMPILED := setup.py $(foreach type,cpp h,$(wildcard vllm_tiered/native/*.$(type
 # How many tests run side by side, each with its share of the cores and up to 3 GiB.
 TEST_PROCESSES ?= 2
 
-# The newest supported release of vLLM, and what is tested on it: a selection that two quiet cores
-# run in 10 minutes. On slow or busy ones it may take up to the limit, and then fails.
+# The newest supported release of vLLM, and what is tested on it: a selection that is to stay
+# within 10 minutes on two quiet cores. On slow or busy ones it may take up to the limit, and then fails.
 NEXT ?= 0.33.0
 NEXT_LIMIT_S ?= 1500
 OVERLAY ?= .cache/vllm-$(NEXT)
