@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.faults import flipping_device, walk
+from tests.e2e.faults import flipping_device, stuck_device, walk
 from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
 from vllm_tiered.adapter.kv import adaptive, worker
 from vllm_tiered.errors import BudgetError, IntegrityError
@@ -49,6 +49,19 @@ def test_many_flipped_bits(monkeypatch) -> None:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_recomputed_requests") >= 3
     assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+@pytest.mark.parametrize("policy", ["interleave", "blocks"])
+def test_a_bad_place_in_far_memory_costs_one_recompute(monkeypatch, policy) -> None:
+    """It is not used again, so that the requests which get its block next do not lose it too."""
+    monkeypatch.setattr(worker, "make_device", stuck_device)
+    config = {"expansion": 3.0, "verify": "full", "policy": policy}
+    with engine("deep", config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB}) as llm:
+        tokens = generate(llm, PROMPTS)
+        again = generate(llm, PROMPTS)
+        assert metric("tiered_kv_page_errors_checksum") == 1
+        assert metric("tiered_kv_recomputed_requests") == 1
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
 def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then() -> None:
