@@ -12,6 +12,7 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageBuffer
+from vllm_tiered.storage.checksums import CheckedPages
 from vllm_tiered.storage.page_file import PageFile
 
 _pages_damaged = 0
@@ -50,11 +51,14 @@ def install(share: float, seed: int) -> None:
 def flip_bit(buffer: PageBuffer, page: int, bit: int) -> None:
     """Flip a bit of a page where it lies, in memory or in a file."""
     offset, mask = bit // 8, 1 << bit % 8
-    if not isinstance(buffer.store, PageFile):
+    store = buffer.store
+    if not isinstance(store, CheckedPages | PageFile):
         buffer.data[page, offset] ^= mask
         return
-    store = buffer.store
     slot = int(store.slots.slots_of(np.array([buffer.first_page + page]))[0])
+    if isinstance(store, CheckedPages):
+        store._words.view(np.uint8)[slot, offset] ^= mask
+        return
     with store._file as fd:
         # Not through the same descriptor, which takes whole blocks only. Direct reads see it.
         plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)

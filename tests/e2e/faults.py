@@ -45,6 +45,30 @@ def flipping_device(reads: set[int], *, whole_pages: bool = False) -> CpuDevice:
     return Device()
 
 
+def stuck_device() -> CpuDevice:
+    """Return a device with a bad place in far memory, in which nothing is kept.
+
+    It is that of the first page that is read.
+    """
+    bad: list[torch.Tensor] = []
+
+    class Thread(CopyThread):
+        def run(self, job: CopyJob) -> None:
+            copy = job.copy
+            if self.name.endswith(Direction.READ.value) and len(copy.src_pages):
+                for event in job.after:  # a write to the place may be among them
+                    event.wait()
+                if not bad:
+                    bad.append(copy.src.data[copy.src_pages.ids[0]])
+                bad[0].fill_(0x3C)
+            super().run(job)
+
+    class Device(CpuDevice):
+        thread_class = Thread
+
+    return Device()
+
+
 def walk(monkeypatch: pytest.MonkeyPatch, seed: int, steps_per_level: int = 3) -> None:
     """Replace the controller by one that picks random targets, often before it reached the last."""
     rng = random.Random(seed)

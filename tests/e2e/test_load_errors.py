@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.faults import flipping_device, walk
+from tests.e2e.faults import flipping_device, stuck_device, walk
 from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
 from vllm_tiered.adapter.kv import adaptive, worker
 from vllm_tiered.errors import BudgetError, IntegrityError
@@ -49,6 +49,19 @@ def test_many_flipped_bits(monkeypatch) -> None:
         tokens = generate(llm, PROMPTS)
         assert metric("tiered_kv_recomputed_requests") >= 3
     assert tokens == vllm_tokens("deep", PROMPTS)
+
+
+@pytest.mark.parametrize("policy", ["interleave", "blocks"])
+def test_a_bad_place_in_far_memory_costs_one_recompute(monkeypatch, policy) -> None:
+    """It is not used again, so that the requests which get its block next do not lose it too."""
+    monkeypatch.setattr(worker, "make_device", stuck_device)
+    config = {"expansion": 3.0, "verify": "full", "policy": policy}
+    with engine("deep", config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB}) as llm:
+        tokens = generate(llm, PROMPTS)
+        again = generate(llm, PROMPTS)
+        assert metric("tiered_kv_page_errors_checksum") == 1
+        assert metric("tiered_kv_recomputed_requests") == 1
+    assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
 def test_nothing_is_hit_that_may_come_from_a_page_that_is_looked_at_now_and_then() -> None:
@@ -243,19 +256,24 @@ def test_a_page_that_is_never_kept_costs_one_recompute(monkeypatch, tmp_path: Pa
     assert tokens == again == vllm_tokens("deep", PROMPTS)
 
 
+@pytest.mark.parametrize("policy", ["interleave", "blocks"])
 @pytest.mark.parametrize("expansion", [3.0, "auto"])
 @pytest.mark.parametrize(("name", "error"), [("preadv", 5), ("pwritev", 28)], ids=["bad", "full"])
 def test_a_disk_that_never_works_is_given_up(
-    monkeypatch, tmp_path: Path, caplog_vllm, name, error, expansion
+    monkeypatch, tmp_path: Path, caplog_vllm, name, error, expansion, policy
 ) -> None:
     """The requests are served from memory."""
     soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
     monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
+    if (policy, expansion) == ("blocks", "auto"):
+        # Its levels are 4 % apart: these requests end before the controller makes a block far.
+        walk(monkeypatch, seed=3)
 
     def fail(*args: Any) -> int:
         raise OSError(error, os.strerror(error))
 
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0, "expansion": expansion}
+    config["policy"] = policy
     with engine("deep", config, **TIGHT | {"kv_cache_memory_bytes": 28 * MIB}) as llm:
         monkeypatch.setattr(os, name, fail)
         tokens = generate(llm, PROMPTS)
@@ -269,8 +287,10 @@ def test_a_disk_that_never_works_is_given_up(
     assert os.strerror(error) in caplog_vllm.text
 
 
-def test_without_storage_the_layers_in_memory_stay_far(monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["interleave", "blocks"])
+def test_without_storage_the_layers_in_memory_stay_far(monkeypatch, tmp_path: Path, policy) -> None:
     config = {"tier": "storage", "path": str(tmp_path), "far_gib": 0.03, "expansion": 3.0}
+    config["policy"] = policy
 
     def fail(*args: Any) -> int:
         raise OSError(28, os.strerror(28))

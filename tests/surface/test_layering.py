@@ -63,7 +63,7 @@ LAYERS = {
     "cli": Layer(units=L0 | L1 | {"report", "adapter"}, third_party=EVERYTHING),
 }
 
-SHARED_PAGES = {"vllm_tiered.devices.pages"}
+SHARED_BY_STORAGE = {"vllm_tiered.devices.available_memory", "vllm_tiered.devices.pages"}
 """What storage shares with the devices that are built on it; it imports nothing of theirs."""
 
 SHARED_LAYOUTS = {
@@ -129,7 +129,7 @@ def unit_of(dotted: str) -> str:
 
 
 def is_shared(unit: str, name: str) -> bool:
-    modules = {"planner": SHARED_LAYOUTS, "storage": SHARED_PAGES}.get(unit, set())
+    modules = {"planner": SHARED_LAYOUTS, "storage": SHARED_BY_STORAGE}.get(unit, set())
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 

@@ -24,7 +24,7 @@ from vllm_tiered.devices.spread_pages import spread_pages
 from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.devices.throttle import Throttle
 from vllm_tiered.errors import BudgetError, IntegrityError
-from vllm_tiered.storage.checksums import checked
+from vllm_tiered.storage.checksums import checked, count_verified_slots
 
 
 class _Now:
@@ -78,7 +78,8 @@ class CpuDevice(StorageDevice):
         verify: str = "off",
         codec: PageCodec | None = None,
     ) -> PageBuffer:
-        num_bytes = num_pages * page_bytes
+        num_slots = count_verified_slots(num_pages, verify)
+        num_bytes = num_slots * page_bytes
         try:
             # The size is exact; the system allocates each page at its first write.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages cannot be released
@@ -89,11 +90,11 @@ class CpuDevice(StorageDevice):
                 f"({num_pages} pages of {page_bytes} bytes): lower kv.far_gib, kv.expansion or "
                 "ffn.far_gib, or keep more weights near"
             ) from error
-        data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_pages, page_bytes)
+        data = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(num_slots, page_bytes)
         runs = numa.bind(data.data_ptr(), num_bytes, self._cpus, self.node_use)
         if self.node_use.extents and verify == "off" and codec is None:
             return spread_pages(data, runs)
-        return self._keep_store(checked(PageBuffer(data, codec=codec), verify))
+        return self._keep_store(checked(PageBuffer(data, codec=codec), num_pages, verify))
 
     def prepare(
         self,

@@ -6,8 +6,12 @@ it is read back. So it covers both copies and the time in between. Of pages that
 it is that of the far form, and covers the time in between. Checksums are in the memory of
 this process, indexed by page id. So a page that was swapped with another one, or overwritten by an
 older write, does not match either.
+
+Memory that has damaged a page is not used again (slot_map.py). A bad row of DRAM stays bad, and
+each page that it damages costs the recomputation of a request.
 """
 
+import logging
 from typing import TypeAlias
 
 import numpy as np
@@ -26,6 +30,9 @@ from vllm_tiered.devices.pages import (
     write_words,
 )
 from vllm_tiered.errors import ConfigError
+from vllm_tiered.storage.slot_map import SlotMap, count_spares
+
+logger = logging.getLogger("vllm.tiered")
 
 UNWRITTEN = 0
 """Checksum of a page that has not been written."""
@@ -55,58 +62,93 @@ def new_checksums(num_pages: int) -> Checksums:
 class CheckedPages(PageStore):
     """Page store in memory that verifies pages when they are read.
 
+    A damaged page is lost once: it gets a spare slot, in which nothing is written yet. When there
+    is none left, pages keep their slots, and later ones may be damaged there too.
+
     Args:
-        words: the pages, int64 [num_pages, page_bytes / 8].
+        words: the slots, spare ones last, int64 [num_slots, page_bytes / 8].
+        num_spares: number of spare slots among them.
         every: verify every ``every``-th read of each page. Pages start at different counts, so
             each read verifies about that share of its pages, and no page is left out.
         codec: see :class:`PageStore`.
+
+    Attributes:
+        slots: the slot of each page.
     """
 
-    def __init__(self, words: Words, every: int, codec: PageCodec | None = None) -> None:
+    def __init__(
+        self, words: Words, num_spares: int, every: int, codec: PageCodec | None = None
+    ) -> None:
         super().__init__(codec)
+        self.slots = SlotMap(len(words) - num_spares, num_spares)
+        self._keeps_bad_slots = False
         self._words = words
         self._every = every
         self._checksums = new_checksums(len(words))
         self._num_reads = np.arange(len(words), dtype=np.int64) % every
 
     def read(self, page_ids: PageIds, near: PageBuffer, near_pages: Pages) -> PageIds:
-        read_words(self._words, page_ids, near, near_pages, self.codec)
-        expected = self._checksums[page_ids]
+        slots = self.slots.slots_of(page_ids)
+        read_words(self._words, slots, near, near_pages, self.codec)
+        expected = self._checksums[slots]
         is_lost = expected == UNWRITTEN
         self.errors[PageError.UNWRITTEN] += int(np.count_nonzero(is_lost))
-        due = np.flatnonzero(~is_lost & self._is_due(page_ids))
-        sums = self._sums(near, near_pages.ids[due], page_ids[due])
+        due = np.flatnonzero(~is_lost & self._is_due(slots))
+        sums = self._sums(near, near_pages.ids[due], slots[due])
         arrived = np.array(sums, dtype=np.uint64)
         damaged = due[arrived != expected[due]]
         self.errors[PageError.CHECKSUM] += len(damaged)
+        if len(damaged):
+            self._retire(slots[damaged])
         is_lost[damaged] = True
         lost: PageIds = page_ids[is_lost]
         return lost
 
     def write(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> None:
-        write_words(near, near_ids, self._words, Pages(page_ids), self.codec)
-        self._checksums[page_ids] = self._sums(near, near_ids, page_ids)
+        slots = self.slots.slots_of(page_ids)
+        write_words(near, near_ids, self._words, Pages(slots), self.codec)
+        self._checksums[slots] = self._sums(near, near_ids, slots)
 
     def forget(self, first_page: int, num_pages: int) -> None:
-        self._checksums[first_page : first_page + num_pages] = UNWRITTEN
+        page_ids = np.arange(first_page, first_page + num_pages)
+        self._checksums[self.slots.slots_of(page_ids)] = UNWRITTEN
 
-    def _sums(self, near: PageBuffer, near_ids: PageIds, page_ids: PageIds) -> list[int]:
+    def _retire(self, slots: PageIds) -> None:
+        """Give the pages in damaged slots spare ones; say so when there are none left."""
+        if self.slots.retire(slots) or self._keeps_bad_slots:
+            return
+        self._keeps_bad_slots = True
+        logger.warning(
+            "tiered: far memory damaged pages in more than %d places, and no spare ones are left: "
+            "further bad places are used again. See the host's log for memory errors",
+            self.slots.num_retired,
+        )
+
+    def _sums(self, near: PageBuffer, near_ids: PageIds, slots: PageIds) -> list[int]:
         """Return the checksums of near pages; if they are converted, of the store's."""
         if near.page_bytes != self._words.shape[1] * 8:
-            return checksums_of(self._words, page_ids)
+            return checksums_of(self._words, slots)
         assert near.words is not None
         return checksums_of(near.words, near_ids)
 
-    def _is_due(self, page_ids: PageIds) -> npt.NDArray[np.bool_]:
-        self._num_reads[page_ids] += 1
-        is_due: npt.NDArray[np.bool_] = self._num_reads[page_ids] % self._every == 0
+    def _is_due(self, slots: PageIds) -> npt.NDArray[np.bool_]:
+        self._num_reads[slots] += 1
+        is_due: npt.NDArray[np.bool_] = self._num_reads[slots] % self._every == 0
         return is_due
 
 
-def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
-    """Return the buffer with the verification that ``kv.verify`` asks for.
+def count_verified_slots(num_pages: int, verify: str) -> int:
+    """Return the pages to allocate for a buffer of :func:`checked`: spare ones count."""
+    return num_pages if verify == "off" else num_pages + count_spares(num_pages)
+
+
+def checked(buffer: PageBuffer, num_pages: int, verify: str) -> PageBuffer:
+    """Return pages with the verification that ``kv.verify`` asks for.
 
     Args:
+        buffer: the pages of :func:`count_verified_slots`. Spare ones take memory when they are
+            written.
+        num_pages: number of pages to return.
         verify: "off", "sample" (every 16th read of each page) or "full" (every read).
 
     Raises:
@@ -118,5 +160,6 @@ def checked(buffer: PageBuffer, verify: str) -> PageBuffer:
     if not every:
         return buffer
     assert buffer.words is not None
-    store = CheckedPages(buffer.words, every, buffer.codec)
-    return PageBuffer(buffer.data, store, codec=buffer.codec)
+    num_spares = buffer.num_pages - num_pages
+    store = CheckedPages(buffer.words, num_spares, every, buffer.codec)
+    return PageBuffer(buffer.data[:num_pages], store, codec=buffer.codec)

@@ -43,7 +43,7 @@ from vllm_tiered.storage.checksums import UNWRITTEN, Checksums, checksums_of, ne
 from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile, transfer
 from vllm_tiered.storage.io_pool import BouncePool, DeadlinePool
 from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
-from vllm_tiered.storage.slot_map import SlotMap
+from vllm_tiered.storage.slot_map import SlotMap, count_spares
 from vllm_tiered.storage.tmpfile import open_tmpfile
 from vllm_tiered.storage.verified_read import Problem, read_extent
 from vllm_tiered.units import KIB, MIB
@@ -67,10 +67,6 @@ from 2 readers on, as much as ``dd`` (same machine, busy with other work: these 
 NUM_WRITERS = 8
 """Writer threads. Consecutive pages: 2.2 GB/s with 1 writer and no more with 32; scattered pages:
 as for reads."""
-
-MIN_SPARES = 16
-PAGES_PER_SPARE = 64
-"""The file has a spare slot for every 64 pages, and at least 16."""
 
 MAX_SILENT_SECONDS = 30.0
 """Length of an outage after which the file has failed."""
@@ -120,7 +116,7 @@ class PageFile(PageStore):
         self.page_bytes = page_bytes
         self.slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         if num_spares is None:
-            num_spares = max(MIN_SPARES, num_pages // PAGES_PER_SPARE)
+            num_spares = count_spares(num_pages)
         self.slots = SlotMap(num_pages, num_spares)
         self.num_bytes = self.slots.num_slots * self.slot_bytes
         self._checksums = new_checksums(self.slots.num_slots)

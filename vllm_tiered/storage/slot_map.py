@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Map from pages to slots of a file, in which spare slots replace bad ones.
+"""Map from pages to slots of a file or of memory, in which spare slots replace bad ones.
 
-A bad block of a disk stays bad. Without the map a page in it would be lost each time it is used,
-and each loss costs the recomputation of a request.
+A bad block of a disk stays bad, and so does a bad row of DRAM. Without the map a page in it would
+be lost each time it is used, and each loss costs the recomputation of a request.
 """
 
 import threading
@@ -10,6 +10,14 @@ import threading
 import numpy as np
 
 from vllm_tiered.devices.pages import PageIds
+
+_MIN_SPARES = 16
+_PAGES_PER_SPARE = 64
+
+
+def count_spares(num_pages: int) -> int:
+    """Return how many spare slots go with so many pages: one for every 64, and at least 16."""
+    return max(_MIN_SPARES, num_pages // _PAGES_PER_SPARE) if num_pages else 0
 
 
 class SlotMap:

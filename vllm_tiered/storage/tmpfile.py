@@ -3,13 +3,18 @@
 
 import os
 import tempfile
-from errno import EINVAL, EISDIR, ENOSPC, EOPNOTSUPP
+from errno import EINVAL, EISDIR, ENOMEM, ENOSPC, EOPNOTSUPP
 from pathlib import Path
 
+from vllm_tiered.devices.available_memory import read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError
-from vllm_tiered.units import format_bytes
+from vllm_tiered.storage.direct_file import MEMORY_FILE_SYSTEMS, file_system
+from vllm_tiered.units import MIB, format_bytes
 
 _OWNER_ONLY = 0o600
+
+_MEMORY_STEP_BYTES = 64 * MIB
+"""Bytes of a file in memory that are reserved before the host's memory is read again."""
 
 
 def open_tmpfile(folder: Path, num_bytes: int) -> int:
@@ -20,7 +25,8 @@ def open_tmpfile(folder: Path, num_bytes: int) -> int:
 
     Raises:
         ConfigError: no file can be made in ``folder``.
-        BudgetError: the file system does not have the space.
+        BudgetError: the file system does not have the space, or it is memory itself, and the host
+            (or its cgroup) does not have the memory.
     """
     try:
         fd = create_tmpfile(folder, os.O_EXCL)  # O_EXCL: it can never be given a name
@@ -32,15 +38,23 @@ def open_tmpfile(folder: Path, num_bytes: int) -> int:
             f"kv.path is {folder}: no file can be made there ({error.strerror}); give a writable "
             "folder on a local disk"
         ) from error
+    is_memory = file_system(folder) in MEMORY_FILE_SYSTEMS
     try:
-        reserve(fd, num_bytes)
+        if is_memory:
+            _reserve_memory(fd, num_bytes)
+        else:
+            reserve(fd, num_bytes)
     except OSError as error:
-        free_bytes = count_free_bytes(fd)
+        free_bytes, where = count_free_bytes(fd), ""
+        if is_memory:
+            free_bytes = min(free_bytes, read_host_memory().usable_bytes)
+            where = " in a file system that is memory itself"
         os.close(fd)
         raise BudgetError(
             f"far pages take {format_bytes(num_bytes)} in kv.path {folder}, where "
-            f"{format_bytes(free_bytes)} are free ({error.strerror}): raise kv.far_gib, which the "
-            "file is the rest of, lower kv.expansion or kv.max_expansion, or give another kv.path"
+            f"{format_bytes(free_bytes)} are free{where} ({error.strerror}): raise kv.far_gib, "
+            "which the file is the rest of, lower kv.expansion or kv.max_expansion, or give "
+            "another kv.path"
         ) from error
     return fd
 
@@ -76,6 +90,28 @@ def reserve(fd: int, num_bytes: int) -> None:
         raise OSError(ENOSPC, os.strerror(ENOSPC))
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
+
+
+def _reserve_memory(fd: int, num_bytes: int) -> None:
+    """Reserve the first ``num_bytes`` of a file in memory, or none of them.
+
+    The file system may have more space than the host or its cgroup has memory, and the kernel would
+    kill the process. Other ranks may reserve theirs at the same time. So each step is taken only if
+    there is memory for all that is left.
+
+    Raises:
+        OSError: there is not the space, or not the memory.
+    """
+    if count_free_bytes(fd) < num_bytes:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+    try:
+        for begin in range(0, num_bytes, _MEMORY_STEP_BYTES):
+            if read_host_memory().usable_bytes < num_bytes - begin:
+                raise OSError(ENOMEM, os.strerror(ENOMEM))
+            os.posix_fallocate(fd, begin, min(_MEMORY_STEP_BYTES, num_bytes - begin))
+    except OSError:
+        os.ftruncate(fd, 0)
+        raise
 
 
 def count_free_bytes(fd: int) -> int:

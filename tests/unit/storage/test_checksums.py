@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Far pages in memory with checksums: which reads are verified, and which pages are reported."""
 
+import logging
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.storage import checksums
 from vllm_tiered.storage.checksums import SAMPLE_EVERY, UNWRITTEN, checksum
+from vllm_tiered.storage.slot_map import count_spares
 
 READ, WRITE = Direction.READ, Direction.WRITE
 NUM_PAGES = 64
@@ -77,15 +79,61 @@ def test_sample_finds_it_in_at_most_16_reads(device):
     far = written(device, "sample")
     layers = [far.part(first, 8) for first in range(0, NUM_PAGES, 8)]
     far.data[:, 5] ^= 4  # every page is damaged
-    found = np.zeros(NUM_PAGES, dtype=int)
+    found = np.zeros(NUM_PAGES, dtype=bool)
     per_round = []
     for _ in range(SAMPLE_EVERY):
         before = found.sum()
         for row, layer in enumerate(layers):
-            found[8 * row + np.array(read(device, layer, *range(8))[1], dtype=int)] += 1
+            found[8 * row + np.array(read(device, layer, *range(8))[1], dtype=int)] = True
         per_round.append(found.sum() - before)
-    assert (found == 1).all()
     assert per_round == [NUM_PAGES // SAMPLE_EVERY] * SAMPLE_EVERY
+
+
+def stick(far, page):
+    """Damage a place of far memory, as a bad row of DRAM does again and again."""
+    far.data[page, 5] = 77
+
+
+def test_a_bad_place_loses_one_page(device):
+    """Its next page is in a spare place, also after the memory was released."""
+    far, all_pages = written(device, "full"), Pages(IDS)
+    layer = far.part(8, 8)
+    stick(far, 11)
+    assert read(device, layer, 2, 3, 4)[1] == [3]
+    for release in (False, True, False):
+        if release:
+            far.discard(0, NUM_PAGES)
+            assert read(device, far, *IDS)[1] == IDS.tolist()
+        before = device.page_errors()[PageError.CHECKSUM]
+        copy(device, WRITE, make_buffer(NUM_PAGES), all_pages, far, all_pages).wait()
+        stick(far, 11)
+        near, lost = read(device, far, *IDS)
+        assert contents(near) == IDS.tolist() and lost == []
+        assert device.page_errors()[PageError.CHECKSUM] == before == 1
+    assert far.store.slots.num_retired == 1
+
+
+def test_a_page_that_is_lost_is_not_read_before_it_is_written_again(device):
+    far = written(device, "full")
+    stick(far, 11)
+    assert [read(device, far, 10, 11)[1] for _ in range(3)] == [[11]] * 3
+    assert device.page_errors()[PageError.CHECKSUM] == 1
+    assert device.page_errors()[PageError.UNWRITTEN] == 2
+
+
+def test_without_spare_places_damaged_ones_are_used_again(device, caplog):
+    """Each of their pages is still found, and there is one warning."""
+    far, num_spares = written(device, "full"), count_spares(NUM_PAGES)
+    for _ in range(3):
+        for page in range(num_spares + 2):
+            stick(far, page)
+        with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
+            lost = read(device, far, *IDS)[1]
+        copy(device, WRITE, make_buffer(NUM_PAGES), Pages(IDS), far, Pages(IDS)).wait()
+    assert lost == [num_spares, num_spares + 1]
+    assert far.store.slots.num_retired == num_spares
+    (message,) = caplog.messages
+    assert f"more than {num_spares} places" in message
 
 
 @pytest.mark.parametrize("verify", ["sample", "full"])

@@ -9,6 +9,7 @@ import random
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from vllm_tiered.devices.base import Device, Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
-from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile
+from vllm_tiered.storage import tmpfile
+from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile, file_system
 from vllm_tiered.storage.page_file import EXTENT_BYTES, PageFile
+from vllm_tiered.units import MIB
 
 READ, WRITE = Direction.READ, Direction.WRITE
+TMPFS = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -243,6 +247,58 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path, monkeypatch):
         PageFile(tmp_path, 2, 4096)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fds[0])
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    """Let the host have 8 MiB, of which reserved files take their bytes; return what is left."""
+    left = [8 * MIB]
+    fallocate = os.posix_fallocate
+
+    def reserve(fd, offset, num_bytes):
+        fallocate(fd, offset, num_bytes)
+        left.append(left[-1] - num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(tmpfile, "_MEMORY_STEP_BYTES", MIB)
+    monkeypatch.setattr(tmpfile, "read_host_memory", lambda: SimpleNamespace(usable_bytes=left[-1]))
+    return left
+
+
+IN_TMPFS = pytest.mark.skipif(file_system(TMPFS) != "tmpfs", reason="no tmpfs")
+
+
+@IN_TMPFS
+def test_a_file_in_memory_takes_what_the_host_has(host_memory):
+    file = PageFile(TMPFS, 1000, 4096, num_spares=24)
+    assert os.fstat(fd_of(file)).st_blocks * 512 == 4 * MIB == host_memory[-1]
+    file.close()
+
+
+@IN_TMPFS
+def test_a_file_in_memory_larger_than_the_host_has_is_refused(host_memory):
+    """The file system alone would have the space."""
+    says = r"take 12\.00 MiB in .*, where 8\.00 MiB are free in a file system that is memory itself"
+    with pytest.raises(BudgetError, match=rf"{says} \(Cannot .*raise kv\.far_gib, .* kv\.path"):
+        PageFile(TMPFS, 3000, 4096, num_spares=72)
+    assert host_memory == [8 * MIB], "nothing was reserved"
+
+
+@IN_TMPFS
+def test_memory_that_another_rank_takes_meanwhile_is_noticed(host_memory, monkeypatch):
+    reserve = os.posix_fallocate
+    sizes = []
+
+    def beside_another(fd, offset, num_bytes):
+        reserve(fd, offset, num_bytes)
+        host_memory.append(host_memory[-1] - num_bytes)  # the other rank's step
+        sizes.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(os, "posix_fallocate", beside_another)
+    with pytest.raises(BudgetError, match="Cannot allocate memory"):
+        PageFile(TMPFS, 1500, 4096, num_spares=36)
+    # After three steps of 1 MiB each has 3 of 6 MiB to go, and 2 are left.
+    assert sizes == [MIB, 2 * MIB, 3 * MIB]
 
 
 def test_a_folder_that_does_not_exist(tmp_path):

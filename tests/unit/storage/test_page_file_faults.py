@@ -17,7 +17,8 @@ from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.devices.pages import PageError, Pages
 from vllm_tiered.storage import io_pool, page_file
-from vllm_tiered.storage.page_file import MIN_SPARES, PageFile
+from vllm_tiered.storage.page_file import PageFile
+from vllm_tiered.storage.slot_map import count_spares
 
 PAGE_BYTES = 24 * 1024
 NUM_PAGES = 100
@@ -214,7 +215,7 @@ def test_a_file_whose_spare_slots_run_out_has_failed(written, monkeypatch, name)
     written.write(new, IDS, IDS)
     read_all(written)
     assert "No space left on device" in written.failure
-    assert written.slots.num_retired == MIN_SPARES
+    assert written.slots.num_retired == count_spares(NUM_PAGES)
     calls = []
     for call in ("preadv", "pwritev"):
         monkeypatch.setattr(os, call, lambda *args: calls.append(args))

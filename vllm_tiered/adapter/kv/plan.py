@@ -68,8 +68,8 @@ class KvPlan:
         stack: the layers that may be offloaded, and what lies between them.
         groups: the groups of layers; None if the KV cache is left to vLLM.
         levels: the levels that the engine may change to; None if the offloaded layers are fixed.
-            Under `interleave` a configured expansion with a storage tier has levels too: without
-            that tier, if it fails, fewer layers are offloaded.
+            A configured expansion with a storage tier has levels too, except under `on_demand`:
+            without that tier, if it fails, fewer layers are offloaded.
         left_to_vllm: why the KV cache is vLLM's own; None if it is not.
         num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
             without one.
@@ -274,7 +274,7 @@ def fixed_limit(kv: KvConfig, geometry: KvGeometry) -> int:
 def with_max_num_far(levels: KvLevels, num_far: int) -> KvLevels:
     """Remove the levels above one; only level 0 is left if no other level holds more blocks."""
     if levels.keeps_blocks:
-        return with_max_blocks(levels, levels.max_blocks if num_far == levels.max_num_far else 0)
+        return with_max_blocks(dataclasses.replace(levels, max_num_far=num_far), levels.max_blocks)
     blocks_of = [levels.geometry(Level(m)).logical_limit for m in range(num_far + 1)]
     # The lowest of the levels that hold the most, as more offloaded layers would only cost.
     highest = blocks_of.index(max(blocks_of))
@@ -392,7 +392,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             levels = with_max_num_far(levels, fitting[-1] if fitting else 0)
         if not levels.max_num_far:
             levels = None
-    elif num_far and config.kv.tier == "storage" and config.kv.policy == "interleave":
+    elif num_far and config.kv.tier == "storage" and config.kv.policy != "on_demand":
         levels = KvLevels(
             num_layers=stack.num_layers,
             page_bytes=spec.page_size_bytes,
@@ -401,6 +401,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             max_num_far=num_far,
             max_blocks=num_blocks - 1,
             staging_buffers=stack.staging_buffers,
+            keeps_blocks=config.kv.keeps_blocks,
             partial=partial,
             far_format=page_format(config.kv, spec),
         )

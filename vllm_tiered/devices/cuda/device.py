@@ -45,7 +45,7 @@ from vllm_tiered.devices.pages import (
 )
 from vllm_tiered.devices.storage_device import StorageDevice
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.storage.checksums import checked
+from vllm_tiered.storage.checksums import checked, count_verified_slots
 
 NUM_PAGE_IDS = 1 << 18
 """Initial capacity in page ids: 2 MiB for each direction, enough for 2000 copies of 64 pages."""
@@ -104,9 +104,10 @@ class CudaDevice(StorageDevice):
         codec: PageCodec | None = None,
     ) -> PageBuffer:
         if verify != "off":  # the CPU reads the pages to check their checksums
-            _, data = map_near_gpu(self._runtime, num_pages * page_bytes, self.node_use)
-            pages = PageBuffer(data.view(num_pages, page_bytes), codec=codec)
-            return self._keep_store(checked(pages, verify))
+            num_slots = count_verified_slots(num_pages, verify)
+            _, data = map_near_gpu(self._runtime, num_slots * page_bytes, self.node_use)
+            pages = PageBuffer(data.view(num_slots, page_bytes), codec=codec)
+            return self._keep_store(checked(pages, num_pages, verify))
         data = self._allocate_pinned(num_pages * page_bytes).view(num_pages, page_bytes)
         if num_pages:
             self._runtime.compile_for(data.view(torch.int32), codec)
