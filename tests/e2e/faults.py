@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from benchmarks.harness.damage import flip_bit
 from vllm_tiered.adapter.kv import adaptive
 from vllm_tiered.devices.base import Direction
 from vllm_tiered.devices.copy_thread import CopyJob, CopyThread
@@ -18,7 +19,7 @@ from vllm_tiered.kv.swapper import Swapper
 
 
 class FlippingThread(CopyThread):
-    """Damages a page in far memory before some reads of it, in one bit or in every fourth byte."""
+    """Damages a far page before some reads of it: in one bit, or in memory in every fourth byte."""
 
     whole = False
     flips: frozenset[int] = frozenset()  # numbers of the reads that it damages
@@ -29,8 +30,13 @@ class FlippingThread(CopyThread):
             cls = type(self)
             cls.num_reads += 1
             if cls.num_reads in cls.flips:
-                page = job.copy.src.data[job.copy.src_pages.ids[0]]
-                page[slice(3, None, 4) if cls.whole else 17] ^= 64
+                for event in job.after:  # a write to the page may be among them
+                    event.wait()
+                src, page = job.copy.src, int(job.copy.src_pages.ids[0])
+                if cls.whole:
+                    src.data[page, 3::4] ^= 64
+                else:
+                    flip_bit(src, page, 17 * 8 + 6)
         super().run(job)
 
 

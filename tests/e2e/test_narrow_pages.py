@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.faults import poison_freed_pages, walk
+from tests.e2e.faults import flipping_device, poison_freed_pages, walk
 from tests.e2e.harness import engine, generate, metric, random_prompts, run
 from tests.fakes import page_witness
 from tests.fakes.devices import DelayedDevice
@@ -88,6 +88,44 @@ def test_pages_in_a_file(witness, tmp_path: Path) -> None:
     assert stated["storage_bytes"] > 0 < stated["far_bytes"]
     assert witness.num_seen > 0
     assert os.listdir(tmp_path) == []
+
+
+ALONE: dict[str, Any] = {
+    "kv_cache_memory_bytes": 28 * MIB,
+    "max_model_len": 256,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 32,
+}
+"""A request at a time, and prompts a block at a time. Then a request that is computed anew reads
+rounded pages where it read them before, and its outputs are the same."""
+
+
+@pytest.mark.parametrize(
+    ("far_dtype", "tier"), [("int8", "far"), ("fp8", "far"), ("int8", "storage")]
+)
+def test_a_damaged_page_is_found_and_its_request_computed_anew(
+    far_dtype, tier, tmp_path: Path, monkeypatch
+) -> None:
+    tiered = {"far_dtype": far_dtype, "expansion": 2.0, "verify": "full", "tier": tier}
+    if tier == "storage":
+        tiered |= {"path": str(tmp_path), "far_gib": 0}
+    expected = run("deep", PROMPTS[1:3], tiered, max_tokens=16, **ALONE).tokens
+    flipping = flipping_device({20, 250})
+    monkeypatch.setattr(worker, "make_device", lambda: flipping)
+    with engine("deep", tiered, **ALONE) as llm:
+        tokens = generate(llm, PROMPTS[1:3], 16)
+        num_found = metric("tiered_kv_page_errors_checksum")
+        assert num_found == metric("tiered_kv_recomputed_requests") >= 2
+    assert tokens == expected
+
+
+def test_unverified_damage_changes_tokens(monkeypatch) -> None:
+    """The test above depends on this: attention reads the damaged bytes."""
+    tiered = {"far_dtype": "int8", "expansion": 2.0}
+    expected = run("deep", PROMPTS[1:3], tiered, max_tokens=16, **ALONE).tokens
+    flipping = flipping_device(set(range(20, 4000, 10)), whole_pages=True)
+    monkeypatch.setattr(worker, "make_device", lambda: flipping)
+    assert run("deep", PROMPTS[1:3], tiered, max_tokens=16, **ALONE).tokens != expected
 
 
 def test_the_witness_notices_a_page_that_is_not_rounded(

@@ -71,6 +71,24 @@ def test_by_default_all_is_computed_again() -> None:
     assert run_turns({})["hits"] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "caching", "why_not"),
+    [
+        ("qwen2", False, "prefix caching is off"),
+        ("qwen2", True, "kv.far_gib auto leaves no far memory beside the far layers"),
+        ("gemma3", True, "a prefix also needs what the model's windows"),
+    ],
+)
+def test_a_store_that_is_not_used_is_spoken_of(model, caching, why_not, caplog_vllm) -> None:
+    tiered = {"prefix_store": True}
+    if model == "qwen2":
+        tiered |= {"expansion": 1.3}
+    options = {"kv_cache_memory_bytes": 8 * MIB, "enable_prefix_caching": caching}
+    with engine(model, tiered, **options):
+        pass
+    assert caplog_vllm.text.count(f"kv.prefix_store is not used: {why_not}") == 1
+
+
 def test_a_walk_over_all_levels_with_late_copies(monkeypatch) -> None:
     walk(monkeypatch, seed=5, steps_per_level=3)
     poison_freed_pages(monkeypatch)

@@ -114,3 +114,8 @@ class KvConfig(Section):
                 f"{where}path is {self.path!r}, but nothing is stored there: set {where}tier to "
                 '"storage", or leave the path out'
             )
+        if self.tier == "storage" and self.prefix_store:
+            raise ConfigError(
+                f"{where}prefix_store is true, but nothing is kept for later in a file: set "
+                f'{where}tier to "far", or leave prefix_store out'
+            )

@@ -120,6 +120,10 @@ def test_a_bad_value_is_named_with_the_valid_ones(key, value):
     [
         ({"far_gib": 0}, r"far_gib is 0: set it to a number > 0, or set .*tier"),
         ({"tier": "storage"}, r"tier is .*: set tiered\.kv\.path"),
+        (
+            {"tier": "storage", "path": "/ssd", "prefix_store": True},
+            r'prefix_store is true, .* set tiered\.kv\.tier to "far"',
+        ),
         ({"path": "/ssd"}, r"path is '/ssd', but nothing is stored there: set tiered\.kv\.tier"),
     ],
 )

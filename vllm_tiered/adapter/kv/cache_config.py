@@ -230,12 +230,20 @@ def tiered_kv_cache_configs(
     if fits_length:  # to all blocks, including partial ones
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     num_slots = None
-    if _may_store_prefixes(vllm_config, kv, groups):
+    why_no_prefixes = _find_prefix_obstacle(vllm_config, groups)
+    if kv.prefix_store and why_no_prefixes is None:
         budget = sizes["far_budget"]
         if sizes["allocatable_bytes"] is not None:
             budget = min(budget, sizes["allocatable_bytes"])
         page_bytes = far_page_bytes(spec.page_size_bytes, page_format(kv, spec))
         num_slots = kv_plan.prefix_slots(kv, stack, page_bytes, num_blocks, budget)
+        if num_slots is None:
+            why_no_prefixes = (
+                f"kv.far_gib {kv.far_gib} leaves no far memory beside the far layers: set a larger "
+                "number"
+            )
+    if kv.prefix_store and why_no_prefixes is not None:
+        logger.warning("tiered kv: kv.prefix_store is not used: %s", why_no_prefixes)
     for kv_cache_config in configs:
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
         setattr(kv_cache_config, kv_plan.KV_TARGETS, facts.targets)
@@ -260,17 +268,21 @@ def tiered_kv_cache_configs(
     return configs
 
 
-def _may_store_prefixes(vllm_config: Any, kv: KvConfig, groups: KvGroups) -> bool:
-    """Return whether a block's content is all that a later request needs to go on behind it.
+def _find_prefix_obstacle(vllm_config: Any, groups: KvGroups) -> str | None:
+    """Return why prefixes cannot be stored; None if they can.
 
-    It is not where a window or a state belongs to it, or the KV of a draft model. The stages of a
-    pipeline do not store prefixes yet.
+    A block's content must be all that a later request needs to go on behind it. It is not where a
+    window or a state belongs to it, or the KV of a draft model.
     """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off (--enable-prefix-caching)"
     if count_stages(vllm_config) > 1:
-        return False
-    is_alone = not groups.resident and not groups.stack.num_draft
-    has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
-    return kv.prefix_store and kv.tier == "far" and is_alone and has_cache
+        return "the stages of a pipeline do not store prefixes yet"
+    if groups.resident:
+        return "a prefix also needs what the model's windows or recurrent states keep"
+    if groups.stack.num_draft:
+        return "a prefix also needs the draft model's KV"
+    return None
 
 
 def _longest(groups: KvGroups, max_tokens: Callable[[int], int], at_most: int) -> int:
