@@ -80,7 +80,7 @@ def test_by_default_all_is_computed_again() -> None:
     ],
 )
 def test_a_store_that_is_not_used_is_spoken_of(model, caching, why_not, caplog_vllm) -> None:
-    tiered = {"prefix_store": True}
+    tiered: dict[str, Any] = {"prefix_store": True}
     if model == "qwen2":
         tiered |= {"expansion": 1.3}
     options = {"kv_cache_memory_bytes": 8 * MIB, "enable_prefix_caching": caching}
