@@ -26,7 +26,7 @@ from tests.e2e.harness import (
     vllm_tokens,
 )
 from vllm_tiered.adapter import worker_hooks
-from vllm_tiered.adapter.telemetry import manifest
+from vllm_tiered.adapter.telemetry import manifest, preload
 from vllm_tiered.errors import BudgetError, ConfigError, IntegrityError, UnsupportedError
 from vllm_tiered.ffn.cost_model import DenseSparseCostModel
 from vllm_tiered.ffn.layout import Precision, bundle_stride
@@ -135,6 +135,7 @@ def test_every_neuron_through_the_cache(policy, model) -> None:
         assert metric("tiered_ffn_storage_bytes") > 0
         (state,) = llm.collective_rpc("tiered_state")
     assert state["ffn"]["preload"]["reason"] == "ffn.far_gib leaves no room for it"
+    assert preload.current("ffn") is None, "the engine is closed"
     # All neurons in each precision, whatever the mix is.
     assert state["ffn"]["storage_bytes"] > state["ffn"]["dense_bytes"]
 

@@ -62,6 +62,19 @@ def test_each_replica_swaps_for_itself(tmp_path: Path) -> None:
     assert names == ["timeline.dp0.jsonl", "timeline.dp1.jsonl"]
 
 
+@pytest.mark.ranks
+def test_each_replica_has_its_own_file(tmp_path: Path) -> None:
+    expected = vllm_tokens("qwen2", PROMPTS)
+    kv = {"expansion": 1.3, "tier": "storage", "path": str(tmp_path), "far_gib": 0}
+    tiered = {"kv": kv}
+    found = serve({"kv_cache_memory_bytes": 4 << 20, "additional_config": {"tiered": tiered}})
+    assert found["tokens"] == expected
+    for worker in found["workers"]:
+        assert worker["kv"]["counters"]["kv_read_bytes"] > 0
+        assert worker["kv"]["storage_bytes"] > 0 == worker["kv"]["far_bytes"]
+    assert len(found["workers"]) == 2 and list(tmp_path.iterdir()) == []
+
+
 def test_dummy_steps_between_real_ones_touch_no_page() -> None:
     """A replica of a mixture of experts runs them while it waits for the others.
 

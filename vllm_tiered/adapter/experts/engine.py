@@ -47,7 +47,6 @@ from vllm_tiered.devices.available_memory import FAR_SHARE, read_host_memory
 from vllm_tiered.errors import BudgetError, ConfigError, UnsupportedError
 from vllm_tiered.experts.layout import ExpertBundle, num_slots
 from vllm_tiered.experts.store import KNOB, ExpertFile
-from vllm_tiered.trial import StepTrial
 from vllm_tiered.units import GIB, format_bytes
 
 logger = logging.getLogger("vllm.tiered")
@@ -97,7 +96,7 @@ class ExpertsEngine:
         self._is_checked = self._is_complete = False
         self._before: dict[str, float] = {}
         self._stated: manifest.ExpertsManifest | None = None
-        self._preload: StepTrial | str | None = None
+        self._preload: preload.Source | None = None
         register_op()
 
     @property
@@ -128,8 +127,8 @@ class ExpertsEngine:
 
         Raises:
             UnsupportedError: the layer's experts cannot pass through slots; the message says why.
-            ConfigError, BudgetError: the file of stored experts cannot be made or used.
-            BudgetError: the host does not have the memory of the far experts.
+            ConfigError: the file of stored experts cannot be made or used.
+            BudgetError: the file's disk, or the host, does not have the memory of the experts.
         """
         check_layer(layer)
         if self._has_fallback:
@@ -214,7 +213,7 @@ class ExpertsEngine:
             if parameter.device.type != self._slots.near.type:
                 parameter.data = parameter.data.to(self._slots.near)
 
-    def _look_ahead(self, model: torch.nn.Module) -> StepTrial | str:
+    def _look_ahead(self, model: torch.nn.Module) -> preload.Source:
         """Let each layer load what the next one's router would choose for its hidden states.
 
         Returns:

@@ -70,6 +70,7 @@ class FfnEngine:
         self._rehearsed_tokens = 0
         self._num_said = 0
         self.runtime: FfnRuntime | None = None
+        self._preload: preload.Source | None = None
         register_op()
 
     def is_of(self, context: dict[str, Any]) -> bool:
@@ -144,9 +145,8 @@ class FfnEngine:
         stated = manifest.FfnManifest.of(self.runtime, self._config)
         manifest.publish_ffn(stated)
         totals.publish("ffn", self.total_use)
-        preload.publish(
-            "ffn", self.runtime.preload or _why_no_preload(self._config, self.runtime.plan)
-        )
+        self._preload = self.runtime.preload or _why_no_preload(self._config, self.runtime.plan)
+        preload.publish("ffn", self._preload)
         if rank == 0:
             logger.info("%s", stated.describe())
 
@@ -195,7 +195,7 @@ class FfnEngine:
         self._modules, self._context = [], {}
         if self.runtime is not None:
             self.runtime.close()
-            preload.withdraw("ffn", self.runtime.preload)
+            preload.withdraw("ffn", self._preload)
         self.runtime = None
         manifest.publish_ffn(None)
         totals.withdraw("ffn", self.total_use)
