@@ -27,6 +27,7 @@ NEXT_TESTS ?= $(addprefix tests/surface/test_,contracts.py compat.py patches.py 
 	relus.py::test_tokens_are_those_of_transformers \
 	experts.py::test_tokens_equal_vllms_with_far_experts \
 	second_runner_hybrids.py::test_tokens_are_those_of_v1_without_the_plugin \
+	prefix_store.py::test_later_turns_read_what_was_evicted \
 	narrow_pages.py::test_attention_reads_rounded_pages \
 	weights.py::test_near_memory_is_shared_with_the_kv_cache ffn.py::test_every_neuron_through_the_cache)
 
