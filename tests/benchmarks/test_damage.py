@@ -44,3 +44,12 @@ def test_the_first_read_is_of_a_damaged_page(device, tier, tmp_path):
     read = copy(device, Direction.READ, far, pages_of(*again), arrived, pages_of(*again))
     read.wait()
     assert not len(device.failed_pages(read)) and damage.num_damaged() == 1
+
+
+def test_pages_that_nobody_verifies_are_left_alone(device):
+    """The start reads some as it measures a link: the first damage is to be one that is found."""
+    near, far, pages = make_buffer(2), device.far_buffer(2, PAGE_BYTES), pages_of(0, 1)
+    copy(device, Direction.WRITE, near, pages, far, pages).wait()
+    arrived = make_buffer(2, value=-1)
+    copy(device, Direction.READ, far, pages, arrived, pages).wait()
+    assert damage.num_damaged() == 0 and contents(arrived) == [0, 1]
