@@ -50,7 +50,7 @@ def test_result_has_its_keys_and_every_step_is_reported(fakes):
     json.dumps(result)
     rows = kv_adaptive.table(result).splitlines()
     assert len(rows) == 2 + 4
-    assert rows[2].startswith("| alpaca_like | 0.25 | 190 | 200 (x2) | 0.952 |")
+    assert rows[2].startswith("| alpaca_like | 0.25 | auto | 190 | 200 (x2) | 0.952 |")
 
 
 def test_only_the_fastest_of_the_sweep_run_in_the_finals(fakes):
@@ -80,6 +80,38 @@ def test_finals_are_repeated_with_new_engines(fakes):
     ]
     assert later == ["auto", 1.0, 2.0, 3.0, 2.0, "auto", "auto", 2.0]
     assert [len(engine.rounds) for engine in fakes.started[-4:]] == [3, 2 + 3, 2 + 3, 3]
+
+
+def test_several_policies_are_set_against_the_same_fixed_expansions(fakes):
+    settings = dataclasses.replace(
+        SETTINGS,
+        workloads=("sharegpt",),
+        budgets=(0.25,),
+        expansions=(1.0,),
+        partial_expansions=(2.0,),
+        block_expansions=(2.0,),
+        autos=("auto", "auto by layers"),
+        finalists=3,
+    )
+    steps: list[str] = []
+    result = kv_adaptive.run(settings, steps.append)
+    assert len(steps) == kv_adaptive.num_steps(settings)
+    of_case = result["by_workload"]["sharegpt"]["by_budget"]["0.25"]
+    assert set(of_case["finalists"]) == {"1", "2p", "2b"}
+    assert list(of_case["fractions"]) == ["auto", "auto by layers"]
+    assert of_case["fraction_of_best_fixed"] == of_case["fractions"]["auto"]
+    assert len(kv_adaptive.table(result).splitlines()) == 2 + 2
+    policies = {
+        spec.label: spec.tiered["kv"].get("policy") for spec in fakes.specs if spec.tiered
+    }
+    assert policies == {
+        "plugin auto": None,
+        "plugin auto by layers": "interleave",
+        "plugin x1": "interleave",
+        "plugin x2p": "interleave",
+        "plugin x2b": "blocks",
+    }
+    assert [spec.pinned_expansion for spec in fakes.specs if spec.label == "plugin x2p"] == [2.0]
 
 
 def test_systems_differ_only_in_their_expansion_and_run_few_requests_at_once(fakes):
@@ -116,7 +148,7 @@ def case(fraction, steps):
     summary = {"foreign_cpu_share": 0.01}
     return {
         "fraction_of_best_fixed": fraction,
-        "auto": summary,
+        "autos": {"auto": summary},
         "finalists": {"2": {"foreign_cpu_share": 0.02}},
         "convergence": {"steps_to_converge": steps},
     }

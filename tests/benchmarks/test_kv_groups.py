@@ -9,11 +9,12 @@ import pytest
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.workload import Request
 from benchmarks.suites.kv import groups
-from benchmarks.suites.kv.summary import BASELINE, CEILING
+from benchmarks.suites.kv.summary import BASELINE, CEILING, plugin_label
 from tests.fakes.benchmark_engines import FakeEngines, answer_in
 
 CASE = replace(groups.PROFILES["quick"].cases[1], shortest=20, longest=40, num_requests=4)
 SETTINGS = groups.Settings(cases=(CASE,), max_repeats=0, rounds=2)
+PLUGIN = plugin_label("auto")
 
 
 @pytest.fixture
@@ -33,15 +34,15 @@ def drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(groups, "random_model_dir", lambda model: tmp_path / model)
 
 
-def run_with(monkeypatch, answer):
+def run_with(monkeypatch, answer, settings=SETTINGS):
     fakes = FakeEngines(answer)
     monkeypatch.setattr(groups, "engines", fakes)
     steps: list[str] = []
-    return groups.run(SETTINGS, steps.append), fakes, steps
+    return groups.run(settings, steps.append), fakes, steps
 
 
 def test_vllm_and_the_plugin_differ_in_the_plugin_alone(monkeypatch, drawn):
-    seconds = {BASELINE: 4.0, groups.PLUGIN: 2.0, CEILING: 1.0}
+    seconds = {BASELINE: 4.0, PLUGIN: 2.0, CEILING: 1.0}
     answer = answer_in(lambda spec: seconds.get(spec.label, 1.0))
     result, fakes, steps = run_with(monkeypatch, answer)
     assert len(steps) == groups.num_steps(SETTINGS)
@@ -50,11 +51,26 @@ def test_vllm_and_the_plugin_differ_in_the_plugin_alone(monkeypatch, drawn):
     assert result["throughput_ratio_vs_vllm"] == pytest.approx(2.0)
     assert result["by_model"]["latent"]["fraction_of_ceiling"] == pytest.approx(0.5)
     alone, plugin, ceiling = fakes.specs[2:]
-    assert plugin == replace(alone, label=groups.PLUGIN, tiered={"kv": {}})
+    assert plugin == replace(alone, label=PLUGIN, tiered={"kv": {}})
     more = ceiling.kv_cache_memory_bytes
     assert ceiling == replace(alone, label=CEILING, kv_cache_memory_bytes=more)
     assert more > alone.kv_cache_memory_bytes
     assert len(groups.table(result).splitlines()) == 2 + 1
+
+
+def test_several_policies_run_side_by_side(monkeypatch, drawn):
+    settings = replace(SETTINGS, autos=("auto by layers", "auto by blocks"))
+    seconds = {BASELINE: 4.0, "plugin auto by layers": 2.0, "plugin auto by blocks": 1.0}
+    answer = answer_in(lambda spec: seconds.get(spec.label, 1.0))
+    result, fakes, steps = run_with(monkeypatch, answer, settings)
+    assert len(steps) == groups.num_steps(settings)
+    ratios = result["by_model"]["latent"]["throughput_ratios"]
+    assert ratios == {"auto by layers": 2.0, "auto by blocks": 4.0}
+    assert result["throughput_ratio_vs_vllm"] == 2.0
+    policies = [spec.tiered["kv"]["policy"] for spec in fakes.specs if spec.tiered]
+    assert policies == ["interleave", "blocks"] * 2
+    assert result["tokens_equal_fp32"]["total"] == 2 * 2
+    assert len(groups.table(result).splitlines()) == 2 + 2
 
 
 def test_nothing_is_reported_if_a_float32_token_differs(monkeypatch, drawn):

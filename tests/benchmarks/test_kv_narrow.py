@@ -39,12 +39,6 @@ def test_ratios_are_those_of_rounds():
     assert set(found["bytes_per_step_ratio"]) == {"int8", "fp8"}
 
 
-def test_a_link_holds_the_plugins_copies():
-    spec = narrow._with_link(narrow._scoring_spec(QUICK, "fp8"), 5e8)
-    assert spec.kv_link_bytes_per_s == 5e8
-    assert spec.tiered == narrow._scoring_spec(QUICK, "fp8").tiered
-
-
 def test_the_steps_of_a_part_that_is_left_out_are_not_counted():
     speed = narrow.Settings(links_gb_per_s=(1.0,), num_requests=4, texts=0, max_repeats=0)
     quality = narrow.Settings(links_gb_per_s=(), num_requests=4, texts=2, max_repeats=0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates are multiples of vLLM's own; requests are the same at each; figures compare with vLLM."""
 
+import dataclasses
 import json
 
 import pytest
@@ -42,6 +43,16 @@ def test_result_has_its_keys_and_every_step_is_reported(fakes):
     assert result["throughput_ratio_vs_vllm"] == pytest.approx(1.5)
     json.dumps(result)
     assert len(kv_rate.table(result).splitlines()) == 2 + 2 * 4
+
+
+def test_several_policies_are_warmed_up_each(fakes):
+    settings = dataclasses.replace(SETTINGS, autos=("auto by layers", "auto by blocks"))
+    steps: list[str] = []
+    result = kv_rate.run(settings, steps.append)
+    assert len(steps) == kv_rate.num_steps(settings)
+    systems = list(result["by_load"]["1"]["systems"])
+    assert systems == ["vllm", "1.5", "2", "auto by layers", "auto by blocks"]
+    assert [len(engine.rounds) for engine in fakes.started[-2:]] == [2 * 3, 2 * 3]
 
 
 def test_all_systems_serve_the_same_requests_faster_at_twice_the_rate(fakes):

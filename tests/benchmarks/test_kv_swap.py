@@ -100,6 +100,23 @@ def test_systems_differ_in_label_and_plugin_only(plan):
     assert alone["kv_cache_memory_bytes"] == 10 * 32 * 23040
 
 
+def test_what_follows_the_load_may_ask_for_a_policy(plan):
+    sections = {
+        auto: plan.spec("x", 10, expansion=auto, kv={"max_expansion": 3.0}).tiered["kv"]
+        for auto in ("auto", "auto by layers", "auto by blocks")
+    }
+    assert {section["expansion"] for section in sections.values()} == {"auto"}
+    policies = {auto: section.get("policy") for auto, section in sections.items()}
+    assert policies == {"auto": None, "auto by layers": "interleave", "auto by blocks": "blocks"}
+
+
+def test_a_link_holds_the_plugins_copies(plan):
+    free = plan.spec("x", 10, expansion=2.0).to_json()
+    held = plan.spec("x", 10, expansion=2.0, link_bytes_per_s=5e8).to_json()
+    assert {key for key in free if free[key] != held[key]} == {"kv_link_bytes_per_s"}
+    assert held["kv_link_bytes_per_s"] == 5e8
+
+
 def measured(plugin_seconds, *, vllm=4.0, ceiling=1.0):
     """Return three rounds of 400 tokens for each system: tokens/s are 400 over the seconds."""
     systems = {
@@ -244,7 +261,7 @@ def test_result_has_its_keys_and_every_step_is_reported(monkeypatch, plan):
 
 
 def test_without_auto_there_are_no_figures_of_it(monkeypatch, plan):
-    settings = dataclasses.replace(SETTINGS, auto=False)
+    settings = dataclasses.replace(SETTINGS, autos=())
     result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
     assert len(steps) == kv_swap.num_steps(settings)
     assert result["auto"] == {}
@@ -253,7 +270,7 @@ def test_without_auto_there_are_no_figures_of_it(monkeypatch, plan):
 
 
 def test_auto_by_blocks_runs_beside_auto_by_layers(monkeypatch, plan):
-    settings = dataclasses.replace(SETTINGS, by_blocks=True)
+    settings = dataclasses.replace(SETTINGS, autos=("auto", "auto by blocks"))
     result, steps, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
     assert len(steps) == kv_swap.num_steps(settings)
     assert list(result["by_budget"]["1.0"]["plugin"]) == ["1", "2", "auto", "auto by blocks"]

@@ -107,6 +107,14 @@ def expansion_of(num_layers: int, num_far: int, staging_buffers: int = STAGING_B
     return num_layers / (num_layers - num_far + min(staging_buffers, num_far))
 
 
+def expansion_of_blocks(num_blocks: int, num_layers: int, near_pages: int) -> float:
+    """Return the KV capacity of ``num_blocks`` blocks relative to the pages with all layers near.
+
+    It is the expansion where the levels differ in the number of blocks, as with kept blocks.
+    """
+    return num_blocks * num_layers / near_pages
+
+
 def far_page_bytes(page_bytes: int, far_format: PageFormat | None) -> int:
     """Return the bytes of a far page, for near pages of ``page_bytes``."""
     return page_bytes if far_format is None else far_format.far_bytes
@@ -339,7 +347,7 @@ class KvLevels:
     def expansion(self, level: Level) -> float:
         """Return the KV capacity at a level, relative to that without offloaded layers."""
         if level.max_blocks is not None:
-            return level.max_blocks * self.num_layers / self.near_pages
+            return expansion_of_blocks(level.max_blocks, self.num_layers, self.near_pages)
         return expansion_of(self.num_layers, level.num_far, self.staging_buffers)
 
     def geometry(self, level: Level) -> KvGeometry:

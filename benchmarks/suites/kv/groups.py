@@ -2,7 +2,7 @@
 """Long contexts in too little KV memory, on models that mix kinds of attention.
 
 For each model these run the same requests in interleaved rounds: vLLM alone and the plugin
-(`expansion=auto`) with the same KV memory, and vLLM with enough of it. Gemma 3 270M is trained: 15
+(`expansion=auto`, one or several policies) with the same KV memory, and vLLM with enough of it. Gemma 3 270M is trained: 15
 of its 18 layers have a window of 512 tokens. The others are small random models of a form: latent
 attention, and Mamba in every other layer. Their throughput is that of vLLM's Python as much as of
 their arithmetic, so it is a hint.
@@ -28,15 +28,15 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.model import gemma_model_dir
 from benchmarks.inputs.shapes import random_model_dir
 from benchmarks.inputs.workload import Request, sharegpt_requests, warmup_requests
-from benchmarks.suites.kv.summary import BASELINE, CEILING
-
-PLUGIN = "plugin auto"
+from benchmarks.suites.kv.plan import POLICY_OF, Auto
+from benchmarks.suites.kv.summary import BASELINE, CEILING, plugin_label
 
 RESULT_KEYS = ("throughput_ratio_vs_vllm", "by_model", "tokens_equal_fp32", "definitions")
 
 DEFINITIONS = {
     "throughput_ratio_vs_vllm": "generated tokens/s, plugin over vLLM in the same KV memory, on the"
-    " trained model: median over rounds of each round's ratio",
+    " trained model: median over rounds of each round's ratio. With several policies it is the"
+    " first one's; the others' are in throughput_ratios",
     "requests_at_once": "the most requests between their first and last token at once",
     "fraction_of_ceiling": "the same over vLLM with memory for all requests",
     "tokens_equal_fp32": "outputs equal to vLLM's in float32 with all layers of full attention that"
@@ -66,7 +66,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of one profile. `only` is the one model to measure ("" for all)."""
+    """Settings of one profile. `only` is the one model to measure ("" for all).
+
+    `autos` are the plugins that follow the load; the first one's ratio is at the top.
+    """
 
     cases: tuple[Case, ...]
     max_repeats: int  # of rounds disturbed by other processes
@@ -75,6 +78,7 @@ class Settings:
     seed: int = 0
     dtype: str = "bfloat16"
     only: str = ""
+    autos: tuple[Auto, ...] = ("auto",)
 
     @property
     def chosen(self) -> tuple[Case, ...]:
@@ -130,8 +134,10 @@ PROFILES: Mapping[str, Settings] = {
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: every engine start and every round."""
-    control = 2 + 2
-    measured = 3 + settings.warmup_rounds + 3 * settings.rounds
+    num_autos = len(settings.autos)
+    control = 2 * (1 + num_autos)
+    measured = 2 + num_autos + settings.warmup_rounds * num_autos
+    measured += settings.rounds * (2 + num_autos)
     return len(settings.chosen) * (control + measured)
 
 
@@ -140,9 +146,9 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     by_model: dict[str, Any] = {}
     for case in settings.chosen:
         requests = long_requests(case, settings.seed)
-        control = _control(case, requests, step)
+        control = _control(case, requests, settings, step)
         by_model[case.model] = {
-            **summarise(_measure(case, requests, settings, step)),
+            **summarise(_measure(case, requests, settings, step), settings.autos),
             "tokens_equal_fp32": control,
             "near_bytes": case.near_mib << 20,
             "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
@@ -181,63 +187,91 @@ def long_requests(case: Case, seed: int) -> list[Request]:
     return requests
 
 
-def summarise(measured: Mapping[str, Sequence[RoundResult]]) -> dict[str, Any]:
+def summarise(
+    measured: Mapping[str, Sequence[RoundResult]], autos: Sequence[Auto] = ("auto",)
+) -> dict[str, Any]:
     """Return the figures of one model from its rounds by label."""
     systems = {label: summarise_rounds(rounds) for label, rounds in measured.items()}
     rates = {label: entry["rounds_tokens_per_s"] for label, entry in systems.items()}
     at_once = {label: max(r.peak_in_flight for r in rounds) for label, rounds in measured.items()}
+    ratios = {auto: median_ratio(rates[plugin_label(auto)], rates[BASELINE]) for auto in autos}
     return {
-        "throughput_ratio": median_ratio(rates[PLUGIN], rates[BASELINE]),
-        "fraction_of_ceiling": median_ratio(rates[PLUGIN], rates[CEILING]),
+        "throughput_ratio": ratios[autos[0]],
+        "throughput_ratios": ratios,
+        "fraction_of_ceiling": median_ratio(rates[plugin_label(autos[0])], rates[CEILING]),
         "requests_at_once": at_once,
         "systems": systems,
     }
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return one row per model."""
+    """Return one row per model and plugin."""
     rows = []
     for model, entry in result["by_model"].items():
         systems, at_once = entry["systems"], entry["requests_at_once"]
-        rows.append(
-            [
-                model,
-                f"{entry['near_bytes'] >> 20} MiB",
-                *(
-                    f"{number(systems[label]['tokens_per_s'])} ({at_once[label]})"
-                    for label in (BASELINE, PLUGIN, CEILING)
-                ),
-                number(entry["throughput_ratio"], 2),
-            ]
-        )
-    head = ["model", "near KV", "vLLM, tokens/s (at once)", "plugin", "enough KV", "ratio"]
-    return markdown(head, rows)
+        for auto, ratio in entry["throughput_ratios"].items():
+            rows.append(
+                [
+                    model,
+                    f"{entry['near_bytes'] >> 20} MiB",
+                    auto,
+                    *(
+                        f"{number(systems[label]['tokens_per_s'])} ({at_once[label]})"
+                        for label in (BASELINE, plugin_label(auto), CEILING)
+                    ),
+                    number(ratio, 2),
+                ]
+            )
+    head = ["model", "near KV", "plugin", "vLLM, tokens/s (at once)", "its tokens/s", "enough KV"]
+    return markdown([*head, "ratio"], rows)
 
 
 def _measure(
     case: Case, requests: Sequence[Request], settings: Settings, step: Step
 ) -> dict[str, list[RoundResult]]:
-    near = [
-        _spec(case, requests, BASELINE, case.near_mib, settings.dtype),
-        _spec(case, requests, PLUGIN, case.near_mib, settings.dtype, tiered={"kv": {}}),
+    near = [_spec(case, requests, BASELINE, case.near_mib, settings.dtype)]
+    near += [
+        _spec(
+            case,
+            requests,
+            plugin_label(auto),
+            case.near_mib,
+            settings.dtype,
+            tiered={"kv": _policy(auto)},
+        )
+        for auto in settings.autos
     ]
     ceiling = _spec(case, requests, CEILING, case.enough_mib, settings.dtype)
     with engines([*near, ceiling], warmup_requests(requests), step) as group:
-        interleave(group[1:2], requests, settings.warmup_rounds, step)
+        interleave(group[1:-1], requests, settings.warmup_rounds, step)
         return interleave(group, requests, settings.rounds, step, settings.max_repeats)
 
 
-def _control(case: Case, requests: Sequence[Request], step: Step) -> dict[str, int]:
+def _policy(auto: Auto) -> dict[str, Any]:
+    return {"policy": POLICY_OF[auto]} if auto in POLICY_OF else {}
+
+
+def _control(
+    case: Case, requests: Sequence[Request], settings: Settings, step: Step
+) -> dict[str, int]:
     few = [replace(request, num_output_tokens=32) for request in requests[:6]]
-    kv = {"kv": {"expansion": case.expansion}}
-    specs = [
-        _spec(case, few, f"{BASELINE}, float32", 2 * case.enough_mib, "float32"),
-        _spec(case, few, "plugin, float32", 2 * case.enough_mib, "float32", tiered=kv),
+    specs = [_spec(case, few, f"{BASELINE}, float32", 2 * case.enough_mib, "float32")]
+    specs += [
+        _spec(
+            case,
+            few,
+            f"{plugin_label(auto)}, float32",
+            2 * case.enough_mib,
+            "float32",
+            tiered={"kv": {"expansion": case.expansion, **_policy(auto)}},
+        )
+        for auto in settings.autos
     ]
     with engines(specs, warmup_requests(few), step) as group:
         results = interleave(group, few, 1, step)
-    (theirs,), (ours,) = results[specs[0].label], results[specs[1].label]
-    return require_equal(ours, theirs)
+    theirs, *ours = (results[spec.label][0] for spec in specs)
+    counts = [require_equal(result, theirs) for result in ours]
+    return {key: sum(count[key] for count in counts) for key in ("equal", "total")}
 
 
 def _spec(

@@ -226,15 +226,15 @@ def _measure(
     specs = [plan.spec(BASELINE, num_blocks)]
     for name in FAR_DTYPES:
         spec = plan.spec(
-            name, num_blocks, expansion=settings.expansion, kv={"far_dtype": name, "far_gib": 2.0}
+            name,
+            num_blocks,
+            expansion=settings.expansion,
+            kv={"far_dtype": name, "far_gib": 2.0},
+            link_bytes_per_s=1e9 * link,
         )
-        specs.append(_with_link(spec, 1e9 * link))
+        specs.append(spec)
     with engines(specs, warmup_requests(plan.requests), step) as group:
         return interleave(group, plan.requests, settings.rounds, step, settings.max_repeats)
-
-
-def _with_link(spec: EngineSpec, bytes_per_s: float) -> EngineSpec:
-    return EngineSpec(**{**spec.to_json(), "kv_link_bytes_per_s": bytes_per_s})
 
 
 def _quality(settings: Settings, step: Step) -> dict[str, dict[str, float]]:

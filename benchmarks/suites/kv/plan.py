@@ -13,13 +13,14 @@ from typing import Any, Literal
 from benchmarks.harness.jobs import EngineSpec
 from benchmarks.inputs.workload import Request
 
-Expansion = float | Literal["auto", "auto by blocks"]
-"""The plugin's `kv.expansion`: a fixed number, or "auto" to follow the load.
+Auto = Literal["auto", "auto by layers", "auto by blocks"]
+"""A plugin that follows the load, with its default policy or with one that is asked for."""
 
-"auto by blocks" is "auto" with `kv.policy` "blocks".
-"""
+Expansion = float | Auto
+"""The plugin's `kv.expansion`: a fixed number, or "auto" to follow the load."""
 
-BY_BLOCKS: Literal["auto by blocks"] = "auto by blocks"
+POLICY_OF: Mapping[Expansion, str] = {"auto by layers": "interleave", "auto by blocks": "blocks"}
+"""Keys are expansions that ask for a policy, values are words of `kv.policy`."""
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -79,15 +80,17 @@ class KvPlan:
         expansion: Expansion | None = None,
         kv: Mapping[str, Any] | None = None,
         pinned_expansion: float = 0.0,
+        link_bytes_per_s: float = 0.0,
     ) -> EngineSpec:
         """Return a specification with near-tier KV for `num_blocks`; an expansion means plugin.
 
         `kv` has further keys of the plugin's section `kv`, and needs an expansion.
-        `pinned_expansion` is as in EngineSpec.
+        `pinned_expansion` is as in EngineSpec. `link_bytes_per_s` holds the link of KV pages to a
+        bandwidth in each direction (0: the memory's own).
         """
         section = {"expansion": expansion, **(kv or {})}
-        if expansion == BY_BLOCKS:
-            section |= {"expansion": "auto", "policy": "blocks"}
+        if expansion in POLICY_OF:
+            section |= {"expansion": "auto", "policy": POLICY_OF[expansion]}
         return EngineSpec(
             label=label,
             model_dir=str(self.model_dir),
@@ -101,6 +104,7 @@ class KvPlan:
             random_weights=self.random_weights,
             engine_args=self.engine_args,
             pinned_expansion=pinned_expansion,
+            kv_link_bytes_per_s=link_bytes_per_s,
         )
 
 

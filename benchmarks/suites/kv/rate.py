@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput and latency by arrival rate of requests (Pie, figures 8 and 9c).
 
-vLLM alone, the plugin at fixed expansions and with `expansion=auto` serve the same requests in the
-same near-tier KV memory, a share of the workload's peak demand. Arrivals are a Poisson process.
+vLLM alone, the plugin at fixed expansions and with `expansion=auto` (one or several policies) serve
+the same requests in the same near-tier KV memory, a share of the workload's peak demand. Arrivals are a Poisson process.
 Rates are given as loads, so that the same settings make sense on any machine: a load is a multiple
 of the rate that vLLM alone serves when all requests arrive at once, which is measured first.
 
@@ -24,7 +24,7 @@ from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.kv_workloads import describe, peak_demands, workload
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import Request, warmup_requests
-from benchmarks.suites.kv.plan import Expansion, KvPlan
+from benchmarks.suites.kv.plan import Auto, Expansion, KvPlan
 from benchmarks.suites.kv.summary import BASELINE, expansion_key, plugin_label
 
 RESULT_KEYS = (
@@ -55,7 +55,10 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of one profile. The budget is a share of the peak KV demand."""
+    """Settings of one profile. The budget is a share of the peak KV demand.
+
+    `autos` are the plugins that follow the load; the ratios at the top are the first one's.
+    """
 
     workload: str
     budget: float
@@ -67,11 +70,12 @@ class Settings:
     warmup_rounds: int = 1
     seed: int = 0
     block_size: int = 32
+    autos: tuple[Auto, ...] = ("auto",)
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
-        """Return the fixed expansions and the adaptive one."""
-        return [*self.expansions, "auto"]
+        """Return the fixed expansions and those that follow the load."""
+        return [*self.expansions, *self.autos]
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -97,7 +101,7 @@ PROFILES: Mapping[str, Settings] = {
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports: engine starts, demand, capacity and rounds."""
     systems = 1 + len(settings.plugin_expansions)
-    per_load = settings.warmup_rounds + settings.rounds * systems
+    per_load = settings.warmup_rounds * len(settings.autos) + settings.rounds * systems
     return 2 + systems + 1 + len(settings.loads) * per_load
 
 
@@ -125,7 +129,8 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         for load in settings.loads:
             rate = load * capacity
             requests = source.requests(settings.num_requests, settings.seed, model_dir, rate)
-            warm_up(group[-1], requests, settings.warmup_rounds, step)
+            for auto in group[-len(settings.autos) :]:
+                warm_up(auto, requests, settings.warmup_rounds, step)
             measured[f"{load:g}"] = (rate, _rounds_at(group, requests, load, settings, step))
     return {
         **summarise(measured, expansions),
@@ -171,7 +176,8 @@ def summarise(
             )
             systems[expansion_key(expansion)] = summary
         by_load[load] = {"requests_per_s": rate, "systems": systems}
-    auto = {load: entry["systems"]["auto"] for load, entry in by_load.items()}
+    first = next(expansion for expansion in expansions if isinstance(expansion, str))
+    auto = {load: entry["systems"][first] for load, entry in by_load.items()}
     best = max(auto, key=lambda load: float(auto[load]["throughput_ratio_vs_vllm"]))
     return {
         "throughput_ratio_vs_vllm": auto[best]["throughput_ratio_vs_vllm"],
@@ -197,7 +203,7 @@ def table(result: Mapping[str, Any]) -> str:
                 [
                     load,
                     number(entry["requests_per_s"], 2),
-                    system if system in ("vllm", "auto") else f"x{system}",
+                    f"x{system}" if system[0].isdigit() else system,
                     number(summary["tokens_per_s"]),
                     number(summary["mean_token_latency_ms"], 1),
                     number(summary["p99_token_latency_ms"], 1),

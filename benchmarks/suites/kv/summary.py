@@ -88,11 +88,12 @@ def _best(plugin: Mapping[Expansion, Mapping[str, Any]], among: Sequence[Expansi
 
 
 def _auto_figures(plugin: Mapping[Expansion, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"auto": ...} if the adaptive expansion was measured along with fixed ones."""
+    """Return {"auto": ...} of the first that follows the load, if fixed ones were measured too."""
     fixed = [expansion for expansion in plugin if not isinstance(expansion, str)]
-    if "auto" not in plugin or not fixed:
+    autos = [expansion for expansion in plugin if isinstance(expansion, str)]
+    if not autos or not fixed:
         return {}
-    auto = plugin["auto"]
+    auto = plugin[autos[0]]
     best = _best(plugin, fixed)
     return {
         "auto": {

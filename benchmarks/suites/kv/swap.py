@@ -37,7 +37,7 @@ from benchmarks.inputs.kv_workloads import workload
 from benchmarks.inputs.model import demo_model_dir
 from benchmarks.inputs.workload import Request, warmup_requests
 from benchmarks.suites.kv import bound
-from benchmarks.suites.kv.plan import BY_BLOCKS, Expansion, KvPlan
+from benchmarks.suites.kv.plan import Auto, Expansion, KvPlan
 from benchmarks.suites.kv.summary import (
     BASELINE,
     BESIDE_COPIES,
@@ -71,7 +71,8 @@ class Settings:
     """Settings of one profile. Budgets are shares of the peak KV demand.
 
     `dtype` is that of the timed engines: without AVX-512, vLLM's bfloat16 is many times slower than
-    float32. With `by_blocks`, `auto` with the policy `blocks` runs too.
+    float32. `autos` are the plugins that follow the load: "auto", "auto by layers" and "auto by
+    blocks"; the first one's convergence is reported.
     """
 
     num_requests: int
@@ -81,8 +82,7 @@ class Settings:
     expansions: tuple[float, ...]
     control_requests: int
     max_repeats: int  # of rounds disturbed by other processes, per budget
-    auto: bool = True
-    by_blocks: bool = False
+    autos: tuple[Auto, ...] = ("auto",)
     auto_warmup_rounds: int = 2
     rounds: int = 3
     seed: int = 0
@@ -96,19 +96,13 @@ class Settings:
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
-        """Return the fixed expansions and the adaptive one."""
-        return [*self.expansions, *self.adaptive]
-
-    @property
-    def adaptive(self) -> list[Expansion]:
-        """Return the expansions that follow the load."""
-        chosen: list[Expansion] = ["auto"] if self.auto else []
-        return [*chosen, BY_BLOCKS] if self.by_blocks else chosen
+        """Return the fixed expansions and those that follow the load."""
+        return [*self.expansions, *self.autos]
 
     @property
     def control_expansions(self) -> list[Expansion]:
         """Return the expansions whose float32 outputs are compared with vLLM's."""
-        return [self.control_expansion, *self.adaptive]
+        return [self.control_expansion, *self.autos]
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -141,7 +135,7 @@ def num_steps(settings: Settings) -> int:
     cost = 1 + 2 * settings.rounds
     starts = 1 + len(settings.plugin_expansions)
     rounds = settings.rounds * (starts + 1)
-    warmup = settings.auto_warmup_rounds * len(settings.adaptive)
+    warmup = settings.auto_warmup_rounds * len(settings.autos)
     return ceiling_and_control + cost + len(settings.budgets) * (starts + warmup + rounds)
 
 
@@ -237,7 +231,7 @@ def _measure_budget(
 ) -> tuple[dict[str, list[RoundResult]], dict[str, Any] | None]:
     """Run vLLM alone, the plugin at every expansion, and the ceiling, interleaved.
 
-    Returns the rounds by label, and the convergence of `auto`.
+    Returns the rounds by label, and the convergence of the first that follows the load.
     """
     expansions = settings.plugin_expansions
     specs = [plan.spec(BASELINE, num_blocks)]
@@ -245,16 +239,17 @@ def _measure_budget(
     with engines(specs, warmup, step) as group:
         adapted: dict[Expansion, list[RoundResult]] = {}
         for expansion, engine in zip(expansions, group[1:], strict=True):
-            if expansion in settings.adaptive:
+            if expansion in settings.autos:
                 adapted[expansion] = warm_up(
                     engine, plan.requests, settings.auto_warmup_rounds, step
                 )
         measured = interleave(
             [*group, ceiling], plan.requests, settings.rounds, step, settings.max_repeats
         )
-    if not settings.auto:
+    if not settings.autos:
         return measured, None
-    return measured, summarise_convergence(adapted["auto"], measured[plugin_label("auto")])
+    first = settings.autos[0]
+    return measured, summarise_convergence(adapted[first], measured[plugin_label(first)])
 
 
 def _fp32_control(

@@ -25,6 +25,7 @@ from vllm_tiered.kv.layout import (
     LayerStack,
     Level,
     PartialBlocks,
+    expansion_of_blocks,
 )
 from vllm_tiered.kv.policy import POLICIES, SwapOrder, far_order, interleave
 from vllm_tiered.units import gib_to_bytes
@@ -112,7 +113,7 @@ class KvPlan:
         """Return the expansion at a level."""
         if self.keeps_blocks and level.num_far:
             num_blocks = level.max_blocks or self.num_blocks - 1
-            return num_blocks * self.geometry.num_layers / self.near_pages
+            return expansion_of_blocks(num_blocks, self.geometry.num_layers, self.near_pages)
         return self.stack.expansion(level.num_far)
 
     @property
