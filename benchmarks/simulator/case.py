@@ -25,6 +25,8 @@ class Case:
             compares with the baseline.
         policy: reads the far layers; a name in `POLICIES`.
         far_page_share: bytes of a far page over those of a near one, as if pages were compressed.
+        reads_hits: the far tier has the blocks of the prompts' hit tokens, in all layers. They are
+            read, and not computed.
         noise: standard deviation of the logarithm of a step's time.
         interval_s: length of an interval of the timeline.
     """
@@ -41,6 +43,7 @@ class Case:
     uses_storage: bool = False
     policy: str = "interleave"
     far_page_share: float = 1.0
+    reads_hits: bool = False
     noise: float = 0.05
     seed: int = 0
     interval_s: float = 1.0

@@ -35,8 +35,10 @@ DEFINITIONS = {
     "ceiling_ratio": "tokens/s with unlimited near memory over those without far layers",
     "same_blocks_share": "share of interleave's steps whose blocks are those of the step before",
     "by_load": "the same at a quarter of the demand with assumed loads: long prompts (1,000 tokens,"
-    " 48 generated), long outputs (48 and 800), far pages of half the bytes, and no time between"
-    " the layers of two steps",
+    " 48 generated), long outputs (48 and 800), far pages of half the bytes, no time between"
+    " the layers of two steps, and prompts of which three quarters are read from the far tier"
+    " (1,000 and 200; vLLM without far layers computes them)",
+    "hits_alone": "tokens/s with these reads and no far layer over those without either",
     "at_expansion": "all policies at the first expansion that is at least the key, a quarter of the"
     " demand, partial blocks moved if the policy can (blocks cannot)",
 }
@@ -45,7 +47,7 @@ DEFINITIONS = {
 NUM_MACHINES = 6
 """Number of cases, for the display of progress."""
 
-LOADS = ("long prompts", "long outputs", "narrow pages", "no overhead")
+LOADS = ("long prompts", "long outputs", "narrow pages", "no overhead", "prefix hits")
 
 SHARE_OF_LOADS = 4
 """Divisor of the demand for other loads, and for policies at one expansion."""
@@ -75,14 +77,15 @@ def _with_load(case: Case, load: str) -> Case:
         machine = dataclasses.replace(case.machine, step_overhead_ms=0.0, request_overhead_us=0.0)
         return dataclasses.replace(case, machine=machine)
     arrivals = all_at_once(LENGTHS[load], case.max_num_seqs, seed=0)
-    return dataclasses.replace(case, trace=Trace(arrivals=arrivals, horizon_s=1e6))
+    trace = Trace(arrivals=arrivals, horizon_s=1e6)
+    return dataclasses.replace(case, trace=trace, reads_hits=load == "prefix hits")
 
 
 def best_figures(case: Case, divisor: int, policies: Sequence[str], stride: int) -> dict[str, Any]:
     """Return the figures of each policy at its best expansion, JSON-safe."""
     ceiling = with_all_near(case)
     limited = with_share(case, ceiling, divisor)
-    none = simulate(limited, 0)
+    none = simulate(dataclasses.replace(limited, reads_hits=False), 0)
     by_policy = {}
     same_blocks_share = 0.0
     for name in policies:
@@ -94,6 +97,9 @@ def best_figures(case: Case, divisor: int, policies: Sequence[str], stride: int)
         "ceiling_ratio": ceiling.tokens_per_s / none.tokens_per_s,
         "tokens_per_s_without_far_layers": none.tokens_per_s,
         "same_blocks_share": same_blocks_share,
+        "hits_alone": (
+            simulate(limited, 0).tokens_per_s / none.tokens_per_s if case.reads_hits else None
+        ),
         "by_policy": by_policy,
     }
 

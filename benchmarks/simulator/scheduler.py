@@ -60,6 +60,7 @@ class StepWork:
         prefilled_blocks: blocks that prefill fills in this step.
         filled_blocks: these, and those that decoding filled in the step before.
         has_same_blocks: requests hold the blocks that they held in the step before.
+        fetched_blocks: blocks of prefix hits, which the step's layers read from the far tier.
     """
 
     num_requests: int
@@ -72,6 +73,7 @@ class StepWork:
     prefilled_blocks: int
     filled_blocks: int
     has_same_blocks: bool
+    fetched_blocks: int = 0
 
 
 class CountedBlocks:
@@ -115,10 +117,17 @@ class SimulatedScheduler:
         max_num_seqs: the most requests that may run at once.
         max_batched_tokens: the most tokens of a step.
         level: the level at the start.
+        reads_hits: the hit tokens of prompts are read from the far tier, whole blocks of them.
     """
 
     def __init__(
-        self, levels: KvLevels, *, max_num_seqs: int, max_batched_tokens: int, level: Level
+        self,
+        levels: KvLevels,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        level: Level,
+        reads_hits: bool = False,
     ) -> None:
         self.levels = levels
         self.waiting: deque[Request] = deque()
@@ -134,6 +143,8 @@ class SimulatedScheduler:
         self.num_preempted = 0
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
+        self._reads_hits = reads_hits
+        self._fetched_blocks = 0
         self._names = itertools.count()
         self._orders = itertools.count()
         self._prefilling: dict[str, Request] = {}
@@ -185,6 +196,7 @@ class SimulatedScheduler:
         prefilled, decoded = self._prefilled_blocks, self._decoded_blocks
         has_same_blocks, self._has_same_blocks = self._has_same_blocks, True
         self._prefilled_blocks = self._decoded_blocks = 0
+        fetched, self._fetched_blocks = self._fetched_blocks, 0
         return StepWork(
             num_requests=num_requests,
             scheduled_tokens=num_decoding + prefill_tokens,
@@ -196,6 +208,7 @@ class SimulatedScheduler:
             prefilled_blocks=prefilled,
             filled_blocks=prefilled + decoded,
             has_same_blocks=has_same_blocks,
+            fetched_blocks=fetched,
         )
 
     def end_step(self, now_s: float) -> None:
@@ -300,21 +313,24 @@ class SimulatedScheduler:
         tokens = context = 0
         while self.waiting and len(self.running) < self._max_num_seqs and tokens < budget:
             request = self.waiting[0]
-            chunk = min(request.prefill_end, budget - tokens)
-            count = self._blocks_of(chunk)
+            hits = self._hit_blocks(request) * self.levels.block_tokens
+            chunk = min(request.prefill_end - hits, budget - tokens)
+            count = self._blocks_of(hits + chunk)
             whole = self._blocks_of(request.prefill_end)
             allocate = functools.partial(self._allocate_first, count, whole)
             if self._admission.admit(request.name, request.prefill_end, allocate) is None:
                 return tokens, context, True
             self.waiting.popleft()
             request.order = next(self._orders)
+            request.computed = hits
+            self._fetched_blocks += self._hit_blocks(request)
             self._prefilled_blocks += self._full_blocks(request, chunk)
-            request.computed = chunk
+            request.computed += chunk
             request.blocks = count
             self._has_same_blocks = False
             self.running[request.name] = self._prefilling[request.name] = request
             tokens += chunk
-            context += chunk
+            context += request.computed
         return tokens, context, False
 
     def _begin_decoding(self) -> int:
@@ -339,6 +355,13 @@ class SimulatedScheduler:
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.levels.block_tokens)
+
+    def _hit_blocks(self, request: Request) -> int:
+        """Return the blocks of a request's prompt that are read; a token is left to compute."""
+        if not self._reads_hits:
+            return 0
+        tokens = min(request.arrival.hit_tokens, request.prefill_end - 1)
+        return tokens // self.levels.block_tokens
 
     def _full_blocks(self, request: Request, chunk: int) -> int:
         """Return the blocks that a chunk of a request's prompt fills."""

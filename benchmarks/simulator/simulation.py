@@ -100,6 +100,7 @@ class _Simulation:
             max_num_seqs=case.max_num_seqs,
             max_batched_tokens=case.max_batched_tokens,
             level=self._levels.ladder[fixed or 0],
+            reads_hits=case.reads_hits,
         )
         self._timer = StepTimer(
             case.machine,
@@ -163,6 +164,7 @@ class _Simulation:
             num_requests=work.num_requests,
             link_share=case.trace.link_share(now),
             link_busy_s=self._link_busy_s,
+            fetched_pages=work.fetched_blocks * (self._levels.num_layers - num_far),
         )
         noise = math.exp(case.noise * self._rng.gauss(0.0, 1.0))
         seconds = time.seconds * noise

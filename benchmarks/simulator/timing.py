@@ -60,6 +60,7 @@ class StepTimer:
         num_requests: int,
         link_share: float = 1.0,
         link_busy_s: float = 0.0,
+        fetched_pages: int = 0,
     ) -> StepTime:
         """Return the time of one step; call it for the steps in order.
 
@@ -69,6 +70,7 @@ class StepTimer:
             num_requests: requests in the step.
             link_share: share of the link's bandwidth that other processes leave.
             link_busy_s: seconds from the step's start for which moved layers keep the link busy.
+            fetched_pages: pages of resident layers that are read before those of far layers.
         """
         machine, model = self._machine, self._model
         near = machine.near_gb_per_s * 1e9
@@ -80,7 +82,8 @@ class StepTimer:
             kv_bytes=context_tokens * model.kv_bytes_per_token,
         )
         burden = self._policy.burden(level, blocks)
-        taken = burden.pages * self._page_bytes * machine.near_bytes_per_copied_byte
+        copied = (burden.pages + fetched_pages) * self._page_bytes
+        taken = copied * machine.near_bytes_per_copied_byte
         compute_s = max(roofline.weights + roofline.attention, roofline.arithmetic) + taken / near
         compute_s += burden.layers * machine.far_layer_overhead_us * 1e-6
         pace = Pace(
@@ -91,11 +94,13 @@ class StepTimer:
             write_bytes_per_s=machine.write_gb_per_s * 1e9 * link_share,
             link_busy_s=link_busy_s,
         )
+        if fetched_pages:
+            pace = pace._replace(link_busy_s=link_busy_s + pace.read_s(fetched_pages))
         outcome = self._policy.step(level, blocks, pace)
         return StepTime(
             seconds=pace.overhead_s + compute_s + outcome.stall_s,
             stall_seconds=outcome.stall_s,
-            link_seconds=pace.read_s(outcome.read_pages),
-            read_bytes=outcome.read_pages * self._page_bytes,
+            link_seconds=pace.read_s(outcome.read_pages + fetched_pages),
+            read_bytes=(outcome.read_pages + fetched_pages) * self._page_bytes,
             written_bytes=outcome.written_pages * self._page_bytes,
         )

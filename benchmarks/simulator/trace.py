@@ -11,29 +11,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Arrival time of a request, and its numbers of tokens."""
+    """Arrival time of a request, and its numbers of tokens.
+
+    The KV of the first `hit_tokens` of the prompt was computed for an earlier request.
+    """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Log-normal token counts: published means, assumed spread (sigma of the logarithm)."""
+    """Log-normal token counts: published means, assumed spread (sigma of the logarithm).
+
+    Of each prompt, the share `hit_share` was computed before.
+    """
 
     prompt_mean: float
     output_mean: float
     prompt_sigma: float
     output_sigma: float
     max_tokens: int = 1024
+    hit_share: float = 0.0
 
     def draw(self, rng: random.Random, arrival_s: float) -> Arrival:
         """Return one request."""
+        prompt_tokens = self._one(rng, self.prompt_mean, self.prompt_sigma)
         return Arrival(
             arrival_s=arrival_s,
-            prompt_tokens=self._one(rng, self.prompt_mean, self.prompt_sigma),
+            prompt_tokens=prompt_tokens,
             output_tokens=self._one(rng, self.output_mean, self.output_sigma),
+            hit_tokens=int(self.hit_share * prompt_tokens),
         )
 
     def _one(self, rng: random.Random, mean: float, sigma: float) -> int:
@@ -51,6 +61,15 @@ LENGTHS: Mapping[str, Lengths] = {
         prompt_mean=1000, output_mean=48, prompt_sigma=0.4, output_sigma=0.5, max_tokens=1536
     ),
     "long outputs": Lengths(prompt_mean=48, output_mean=800, prompt_sigma=0.5, output_sigma=0.4),
+    # Assumed: later turns of conversations, whose earlier turns were computed before.
+    "prefix hits": Lengths(
+        prompt_mean=1000,
+        output_mean=200,
+        prompt_sigma=0.4,
+        output_sigma=0.5,
+        max_tokens=1536,
+        hit_share=0.75,
+    ),
 }
 
 

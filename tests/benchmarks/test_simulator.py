@@ -87,6 +87,33 @@ def test_a_single_request_runs_its_chunks_and_then_one_step_per_token(prompt, ou
     assert run_to_the_end(scheduler_of([(prompt, output)])) == (output, steps)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "hits", "fetched", "scheduled"),
+    [(40, 0, 0, [40, 1, 1]), (40, 30, 3, [16, 1, 1]), (40, 40, 4, [8, 1, 1]), (7, 7, 0, [7, 1, 1])],
+)
+def test_hits_are_read_in_whole_blocks_and_not_computed(prompt, hits, fetched, scheduled):
+    """At least one token of a prompt is computed."""
+    arrival = Arrival(arrival_s=0.0, prompt_tokens=prompt, output_tokens=3, hit_tokens=hits)
+    work = []
+    for reads_hits in (True, False):
+        scheduler = SimulatedScheduler(
+            LEVELS,
+            max_num_seqs=4,
+            max_batched_tokens=64,
+            level=LEVELS.ladder[0],
+            reads_hits=reads_hits,
+        )
+        scheduler.add(arrival)
+        work.append([])
+        run_to_the_end(scheduler, work[-1].append)
+    with_hits, without = work
+    assert [step.scheduled_tokens for step in with_hits] == scheduled
+    assert [step.fetched_blocks for step in with_hits] == [fetched, 0, 0]
+    assert [step.used_blocks for step in with_hits] == [step.used_blocks for step in without]
+    assert [step.context_tokens for step in with_hits] == [step.context_tokens for step in without]
+    assert [step.scheduled_tokens for step in without] == [prompt, 1, 1]
+
+
 def test_requests_beyond_max_num_seqs_wait_without_being_blocked():
     scheduler = scheduler_of([(4, 10)] * 6, max_num_seqs=2)
     work = scheduler.schedule()
@@ -210,6 +237,14 @@ def test_a_single_buffer_is_read_into_only_after_it_was_computed():
 
 def test_layers_that_come_back_are_waited_for():
     assert timed(num_far=0, read_bytes=0, link_busy_s=0.005).stall_seconds == pytest.approx(0.004)
+
+
+def test_pages_of_hits_are_read_before_a_step_and_counted():
+    none = timed(num_far=0, read_bytes=0)
+    some = timed(num_far=0, read_bytes=0, fetched_pages=5000)
+    assert some.read_bytes == 5_000_000
+    assert some.stall_seconds == pytest.approx(0.004)
+    assert some.seconds == pytest.approx(none.seconds + 0.004)
 
 
 def test_copies_that_share_the_bus_slow_compute_down():

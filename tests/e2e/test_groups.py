@@ -96,6 +96,18 @@ def test_grows_when_requests_wait(model, monkeypatch) -> None:
     assert tokens == vllm_tokens(model, PROMPTS, max_tokens=60)
 
 
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma3"])
+def test_windows_in_the_group_of_full_attention(model, monkeypatch) -> None:
+    """Without vLLM's hybrid allocator all layers are one group, and windows only mask."""
+    walk(monkeypatch, seed=5, steps_per_level=2)
+    options = tight(model) | {"disable_hybrid_kv_cache_manager": True}
+    want = vllm_tokens(model, PROMPTS, max_tokens=60)
+    with engine(model, {}, **options) as llm:
+        assert generate(llm, PROMPTS, 60) == want
+        assert metric("tiered_kv_level_changes") > 5
+        assert metric("tiered_kv_read_bytes") > 0
+
+
 def test_prefix_hits_are_vllms_own(force_far_layers) -> None:
     """With room for it, the blocks of windows stay cached; a hit needs the windows of its end."""
     prompts = [[*PROMPTS[0], *[prompt[0]] * 96, *prompt[1:40]] for prompt in PROMPTS[:4]]

@@ -29,6 +29,13 @@ class Metadata:
     seq_lens: list[int]
 
 
+@dataclass
+class OtherMetadata(Metadata):
+    """Fake of the metadata of layers that differ from the others of their group."""
+
+    window: int
+
+
 class Batch:
     """Decoding requests whose persistent tensors are written in place, as vLLM does."""
 
@@ -127,6 +134,27 @@ def test_addresses_stay_while_the_buffer_is_large_enough():
         last = context.attn_metadata[NAMES[-1]]
         seen.add((last.block_table.data_ptr(), last.slot_mapping.data_ptr()))
     assert len(seen) <= 3  # 1 to 7 requests of 1 to 6 blocks: the buffers grow a few times
+
+
+@pytest.mark.parametrize("make", [on_host, on_device])
+def test_layers_with_metadata_of_their_own_keep_it(make):
+    """As vLLM's layers of one group do that differ in backend, window or query heads."""
+    rng = random.Random(3)
+    pages = np.random.default_rng(3).permutation(3 * NUM_BLOCKS).reshape(3, -1).astype(np.int32)
+    apart, together, batch = make(pages), on_host(pages), Batch(rng)
+    for at in range(12):
+        context = batch.step(shuffle=at % 4 == 0, padding=0)
+        want = SimpleNamespace(**vars(context))
+        together.translate(want)
+        shared = context.attn_metadata[NAMES[0]]
+        other = OtherMetadata(**vars(shared) | {"window": at})
+        context.attn_metadata = context.attn_metadata | {NAMES[1]: other}
+        apart.translate(context)
+        assert plain(context) == plain(want)
+        kinds = [type(meta).__mro__[1] for meta in context.attn_metadata.values()]
+        assert kinds == [Metadata, OtherMetadata, Metadata]
+        assert context.attn_metadata[NAMES[1]].window == at
+        assert not hasattr(context.attn_metadata[NAMES[2]], "window")
 
 
 def test_a_page_that_moved_is_followed_at_once():

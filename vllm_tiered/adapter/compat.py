@@ -115,6 +115,15 @@ def block_tokens(vllm_config: Any) -> int:
     return int(foreseen.cache_config.block_size)
 
 
+def tells_connectors_of_sleep() -> bool:
+    """Return whether vLLM tells KV connectors that it unmaps the KV cache to sleep, as 0.33 does.
+
+    Remove when: 0.32 is not supported any more.
+    """
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def takes_ids_for_nodes() -> bool:
     """Return whether vLLM's CPU worker takes assigned GPU ids for NUMA nodes, as 0.33 does.
 

@@ -163,6 +163,25 @@ class Swapper:
             raise IntegrityError(f"{self.num_steps} steps have written to near pages")
         self._near_pages.clear()
 
+    def end_copies(self) -> None:
+        """Block until no copy reads or writes a near page; between two steps.
+
+        Raises:
+            Exception: a copy failed with this error.
+        """
+        self.stall_seconds += self._end_copies()
+        for event in self.far.last_write:
+            event.wait()
+        self._device.compute_event().wait()  # reads, too, as compute waits for each of them
+
+    def restore_near_pages(self) -> None:
+        """Fill all near pages with zeros, as their memory was given up; between two steps.
+
+        No block has any content that is needed, near or far.
+        """
+        self.end_copies()
+        self._near_pages.clear()
+
     # One step ---------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:

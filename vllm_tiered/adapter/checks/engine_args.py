@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered.adapter.checks.base import CompatibilityCheck, Conflict, Part, raise_first_conflict
 from vllm_tiered.adapter.checks.conditions import above_one, any_of, is_set
 from vllm_tiered.adapter.checks.other_connectors import find_other_connector
+from vllm_tiered.adapter.compat import tells_connectors_of_sleep
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -21,6 +22,12 @@ def _find_encode_only(engine_args: Any) -> str | None:
     if transfer is None or not transfer.is_encode_only:
         return None
     return f"--ec-transfer-config with ec_role={transfer.ec_role} (encode only)"
+
+
+def _find_sleep_without_notice(engine_args: Any) -> str | None:
+    """Return the flag of sleep mode, if vLLM does not tell KV connectors that it sleeps."""
+    flag = is_set(enable_sleep_mode="--enable-sleep-mode")(engine_args)
+    return None if flag is None or tells_connectors_of_sleep() else flag
 
 
 def _find_quantization(engine_args: Any) -> str | None:
@@ -237,12 +244,20 @@ ENGINE_ARGS_CHECKS: tuple[CompatibilityCheck, ...] = (
     CompatibilityCheck(
         feature="sleep_mode",
         kind="option",
-        find=is_set(enable_sleep_mode="--enable-sleep-mode"),
+        find=_find_sleep_without_notice,
         conflicts={
             Part.KV: Conflict(
-                reason="sleeping unmaps the near pages while pages may still be on their way to or "
-                "from them",
+                reason="this vLLM does not tell KV connectors when it sleeps, and unmaps the near "
+                "pages while pages may still be on their way to or from them",
+                remedy="install vLLM 0.33 or leave it out",
             ),
+        },
+    ),
+    CompatibilityCheck(
+        feature="sleep_mode",
+        kind="option",
+        find=is_set(enable_sleep_mode="--enable-sleep-mode"),
+        conflicts={
             Part.WEIGHTS: Conflict(
                 reason="sleeping unmaps the weight buffers while weights may be on their way to "
                 "them",

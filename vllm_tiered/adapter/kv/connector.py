@@ -168,6 +168,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             return self._scheduler.build_metadata(scheduler_output)
         return TieredMetadata(StepPlan())
 
+    def reset_cache(self) -> bool:
+        """Drop what the prefix store has, as vLLM asks when the weights have changed."""
+        if self._scheduler and self._scheduler.prefix_hits:
+            self._scheduler.prefix_hits.store.drop_all()
+        return True
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -190,6 +196,19 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker:
             self._worker.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """End all copies, as vLLM is about to unmap the near pages (sleep mode, since vLLM 0.33).
+
+        vLLM has ended or preempted all requests, and reset its prefix cache.
+        """
+        if self._worker:
+            self._worker.end_copies()
+
+    def restore_kv_caches(self) -> None:
+        """Clear the near pages, which vLLM has mapped again at the same addresses."""
+        if self._worker:
+            self._worker.restore_near_pages()
 
     def clear_near_pages(self) -> None:
         """Fill all near pages with zeros; before the first step, as it undoes what was written."""

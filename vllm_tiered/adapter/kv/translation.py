@@ -4,12 +4,13 @@
 vLLM gives all layers of a KV cache group one block table and one slot mapping. With pages scattered
 over a pool, each layer needs its own: ``page = pages[layer, block]``. The kernels run unchanged.
 Backends of latent attention keep two block tables, for the step's prefills and for its decodes.
+Layers of a group that differ in backend, window or query heads have metadata objects of their own.
 
 This module uses numpy, as its calls cost a third of torch's on arrays of this size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,11 +45,8 @@ class LayerTranslator(ABC):
     def __init__(self, layer_names: Sequence[str], block_tokens: int) -> None:
         self._layer_names = layer_names
         self._block_tokens = block_tokens
-        self._metadata = LayerMetadata(len(layer_names))
-        self._parts = {name: LayerMetadata(len(layer_names)) for name in PARTS}
-        self._no_part = (None,) * len(layer_names)
-        self._objects: Sequence[Any] = ()
-        self._by_name: dict[str, Any] = {}
+        self._all_rows = tuple(range(len(layer_names)))
+        self._sharers: dict[tuple[int, ...], _Sharers] = {}
 
     @abstractmethod
     def _map(
@@ -73,30 +71,91 @@ class LayerTranslator(ABC):
         Args:
             keeps_pages: every block of the step has the same pages as in the previous step.
         """
-        first = self._layer_names[0]
-        shared, slots = forward_context.attn_metadata[first], forward_context.slot_mapping[first]
-        parts = {name: getattr(shared, name) for name in PARTS if hasattr(shared, name)}
-        columns = -(-shared.max_seq_len // self._block_tokens)
-        tables = {
-            name: part.block_table[:, :columns] for name, part in parts.items() if part is not None
+        metadata = forward_context.attn_metadata
+        objects = [metadata[name] for name in self._layer_names]
+        slots = forward_context.slot_mapping[self._layer_names[0]]
+        sharing = [(self._of(rows), objects[rows[0]]) for rows in self._rows_by_object(objects)]
+        tables: dict[str, torch.Tensor] = {}
+        for sharers, shared in sharing:
+            tables |= sharers.tables(shared, self._block_tokens)
+        num_own = len(objects[0].slot_mapping)
+        mapped = self._map(tables, slots, num_own, keeps_pages=keeps_pages)
+        for sharers, shared in sharing:
+            metadata = metadata | sharers.update(shared, mapped)
+        forward_context.attn_metadata = metadata
+        forward_context.slot_mapping = forward_context.slot_mapping | mapped.slots
+
+    def _rows_by_object(self, objects: Sequence[Any]) -> Iterable[tuple[int, ...]]:
+        """Return the rows of the layers that have one metadata object, for each object."""
+        if len(set(map(id, objects))) == 1:
+            return (self._all_rows,)
+        by_object: dict[int, list[int]] = {}
+        for row, shared in enumerate(objects):
+            by_object.setdefault(id(shared), []).append(row)
+        return map(tuple, by_object.values())
+
+    def _of(self, rows: tuple[int, ...]) -> "_Sharers":
+        if rows not in self._sharers:
+            self._sharers[rows] = _Sharers(rows, self._layer_names)
+        return self._sharers[rows]
+
+
+class _Sharers:
+    """The layers of a group to which vLLM gives one metadata object.
+
+    Args:
+        rows: their rows in the mapping table, ascending.
+        layer_names: the names of all layers of the group, by row.
+    """
+
+    def __init__(self, rows: tuple[int, ...], layer_names: Sequence[str]) -> None:
+        self._rows = rows
+        self._has_all = len(rows) == len(layer_names)
+        self._names = [layer_names[row] for row in rows]
+        self._metadata = LayerMetadata(len(rows))
+        self._parts = {name: LayerMetadata(len(rows)) for name in PARTS}
+        self._no_part = (None,) * len(rows)
+        self._objects: Sequence[Any] = ()
+        self._by_name: dict[str, Any] = {}
+
+    def tables(self, shared: Any, block_tokens: int) -> dict[str, torch.Tensor]:
+        """Return the block tables of a metadata object, int32 [requests, blocks], by key."""
+        columns = -(-shared.max_seq_len // block_tokens)
+        parts = _parts_of(shared)
+        if not parts:
+            return {self._key("block_table"): shared.block_table[:, :columns]}
+        return {
+            self._key(name): part.block_table[:, :columns]
+            for name, part in parts.items()
+            if part is not None
         }
+
+    def update(self, shared: Any, mapped: Mapped) -> dict[str, Any]:
+        """Return the layers' own metadata objects by name, which the next step reuses."""
+        values: dict[str, Sequence[Any]] = {"slot_mapping": self._own(mapped.own_slots)}
+        parts = _parts_of(shared)
         if not parts:
-            tables["block_table"] = shared.block_table[:, :columns]
-        mapped = self._map(tables, slots, len(shared.slot_mapping), keeps_pages=keeps_pages)
-        values: dict[str, Sequence[Any]] = {"slot_mapping": mapped.own_slots}
-        if not parts:
-            values["block_table"] = mapped.tables["block_table"]
+            values["block_table"] = self._own(mapped.tables[self._key("block_table")])
         for name, part in parts.items():
             values[name] = self._no_part
             if part is not None:
-                own = {"block_table": mapped.tables[name]}
+                own = {"block_table": self._own(mapped.tables[self._key(name)])}
                 values[name] = self._parts[name].update(part, own)
         objects = self._metadata.update(shared, values)
         if objects is not self._objects:
             self._objects = objects
-            self._by_name = dict(zip(self._layer_names, objects, strict=True))
-        forward_context.attn_metadata = forward_context.attn_metadata | self._by_name
-        forward_context.slot_mapping = forward_context.slot_mapping | mapped.slots
+            self._by_name = dict(zip(self._names, objects, strict=True))
+        return self._by_name
+
+    def _key(self, name: str) -> str:
+        return name if self._has_all else f"{name} of layer {self._rows[0]}"
+
+    def _own(self, of_layers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return of_layers if self._has_all else [of_layers[row] for row in self._rows]
+
+
+def _parts_of(shared: Any) -> dict[str, Any]:
+    return {name: getattr(shared, name) for name in PARTS if hasattr(shared, name)}
 
 
 class Translator(LayerTranslator):

@@ -412,6 +412,19 @@ class TieredWorker:
         report, self._report = self._report, None
         return report
 
+    def end_copies(self) -> None:
+        """Block until no copy reads or writes a near page; no step is running."""
+        self.swapper.end_copies()
+
+    def restore_near_pages(self) -> None:
+        """Clear the near pages, whose memory was given up and is there again.
+
+        The tables on the device may have been in that memory, so the next step writes them anew.
+        """
+        self.swapper.restore_near_pages()
+        self._is_translated = False
+        self._drafter_step = 0
+
     def close(self) -> None:
         """Close the device."""
         totals.withdraw("kv", self.total_stats)
