@@ -279,6 +279,17 @@ def test_auto_by_blocks_runs_beside_auto_by_layers(monkeypatch, plan):
     assert {"kv": {"expansion": "auto", "policy": "blocks"}} in [spec.tiered for spec in specs]
 
 
+def test_all_systems_speculate_or_none(monkeypatch, plan):
+    settings = dataclasses.replace(SETTINGS, drafts=3)
+    result, _, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS, settings)
+    asked = [spec.engine_args["speculative_config"] for spec in specs]
+    assert {config["num_speculative_tokens"] for config in asked} == {3}
+    assert {config["method"] for config in asked} == {"ngram"}
+    assert result["workload"]["drafts"] == 3
+    _, _, specs = run_with_fakes(monkeypatch, plan, lambda spec: TOKENS)
+    assert not any(spec.engine_args for spec in specs)
+
+
 @pytest.mark.parametrize("wrong", [2.0, "auto"])
 def test_nothing_is_reported_if_one_float32_output_differs(monkeypatch, plan, wrong):
     def tokens_of(spec):

@@ -72,7 +72,8 @@ class Settings:
 
     `dtype` is that of the timed engines: without AVX-512, vLLM's bfloat16 is many times slower than
     float32. `autos` are the plugins that follow the load: "auto", "auto by layers" and "auto by
-    blocks"; the first one's convergence is reported.
+    blocks"; the first one's convergence is reported. With `drafts` above 0 all systems decode
+    speculatively, with so many drafts a step from n-grams of the text.
     """
 
     num_requests: int
@@ -93,6 +94,15 @@ class Settings:
     workload: str = "sharegpt"
     dtype: str = "bfloat16"
     copy_gb_per_s: float = 1.0  # of the copies whose cost is measured
+    drafts: int = 0
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """Return further arguments of vLLM's, the same for all systems."""
+        if not self.drafts:
+            return {}
+        lookup = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+        return {"speculative_config": {**lookup, "num_speculative_tokens": self.drafts}}
 
     @property
     def plugin_expansions(self) -> list[Expansion]:
@@ -156,6 +166,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
         block_size=settings.block_size,
         prefix_caching=settings.prefix_caching,
         dtype=settings.dtype,
+        engine_args=settings.engine_args,
     )
     warmup = warmup_requests(requests)
     with engines([plan.spec(CEILING, plan.enough_blocks())], warmup, step) as (ceiling,):
@@ -202,6 +213,7 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
             "output_tokens": sum(request.num_output_tokens for request in requests),
             "arrivals": "all at once",
+            "drafts": settings.drafts,
         },
         "definitions": DEFINITIONS | bound.DEFINITIONS,
     }
