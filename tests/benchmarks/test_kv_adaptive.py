@@ -101,9 +101,7 @@ def test_several_policies_are_set_against_the_same_fixed_expansions(fakes):
     assert list(of_case["fractions"]) == ["auto", "auto by layers"]
     assert of_case["fraction_of_best_fixed"] == of_case["fractions"]["auto"]
     assert len(kv_adaptive.table(result).splitlines()) == 2 + 2
-    policies = {
-        spec.label: spec.tiered["kv"].get("policy") for spec in fakes.specs if spec.tiered
-    }
+    policies = {spec.label: spec.tiered["kv"].get("policy") for spec in fakes.specs if spec.tiered}
     assert policies == {
         "plugin auto": None,
         "plugin auto by layers": "interleave",

@@ -25,7 +25,7 @@ from benchmarks.simulator.plot import plot_timeline
 from benchmarks.simulator.policies.base import StepBlocks
 from benchmarks.simulator.policies.interleave import Interleave
 from benchmarks.simulator.scenarios import SCENARIOS
-from benchmarks.simulator.scheduler import SimulatedScheduler
+from benchmarks.simulator.scheduler import SimulatedScheduler, StepWork
 from benchmarks.simulator.simulation import Change, Run, simulate
 from benchmarks.simulator.timing import StepTimer
 from benchmarks.simulator.trace import (
@@ -94,7 +94,7 @@ def test_a_single_request_runs_its_chunks_and_then_one_step_per_token(prompt, ou
 def test_hits_are_read_in_whole_blocks_and_not_computed(prompt, hits, fetched, scheduled):
     """At least one token of a prompt is computed."""
     arrival = Arrival(arrival_s=0.0, prompt_tokens=prompt, output_tokens=3, hit_tokens=hits)
-    work = []
+    work: list[list[StepWork]] = []
     for reads_hits in (True, False):
         scheduler = SimulatedScheduler(
             LEVELS,

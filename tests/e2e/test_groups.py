@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.faults import flipping_device, poison_freed_pages, walk
 from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import adaptive, group_translation, worker
+from vllm_tiered.adapter.kv import adaptive, worker
 from vllm_tiered.adapter.kv import resident_groups as hooks
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.kv.near_pages import NearPages
@@ -163,13 +163,13 @@ def test_a_flipped_bit_in_far_memory(monkeypatch) -> None:
 
 
 def _only_the_first_group(monkeypatch) -> None:
-    translate = group_translation.GroupTranslator.translate
+    translate = worker.TieredWorker.translate
 
-    def first(self, forward_context, *, keeps_pages=False) -> None:
+    def first(self, forward_context) -> None:
         self._translators = self._translators[:1]
-        translate(self, forward_context, keeps_pages=keeps_pages)
+        translate(self, forward_context)
 
-    monkeypatch.setattr(group_translation.GroupTranslator, "translate", first)
+    monkeypatch.setattr(worker.TieredWorker, "translate", first)
 
 
 def _no_pages_for_windows(monkeypatch) -> None:

@@ -71,13 +71,22 @@ def test_levels_change_under_two_batches_in_flight() -> None:
     assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
 
 
-@pytest.mark.slow
-def test_unequal_stages_are_left_to_vllm() -> None:
+@pytest.mark.parametrize("partition", ["13,17", "17,13"])
+def test_unequal_stages_follow_the_plan_of_the_largest(partition) -> None:
+    """At each level, and at one whose pages the largest stage needs all."""
     expected = vllm_tokens("deep", PROMPTS, TOKENS)
-    (found,) = serve({"kv": {}}, VLLM_PP_LAYER_PARTITION="16,14")
-    assert found["tokens"] == [expected, expected]
-    assert [kv["state"] for kv in found["kv"]] == ["stepped aside"] * 2
-    assert all("14 to 16 layers" in kv["reason"] for kv in found["kv"])
+    runs: list[dict[str, Any]] = [{"kv": {"far_gib": 1.0}, "walk": 5}, {"kv": {"expansion": 2.0}}]
+    walked, fixed = serve(*runs, VLLM_PP_LAYER_PARTITION=partition)
+    counts = list(map(int, partition.split(",")))
+    for found in walked, fixed:
+        assert found["tokens"] == [expected, expected]
+        assert [kv["num_layers"] for kv in found["kv"]] == counts
+        first, last = found["kv"]
+        assert first["far_layers"] == last["far_layers"]
+        assert first["near_bytes"] == last["near_bytes"]
+        assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
+    assert walked["metrics"]["kv_level_changes"] >= 4
+    assert [kv["far_layers"] for kv in fixed["kv"]] == [11, 11]
 
 
 def test_each_stage_places_the_weights_of_its_layers(tmp_path) -> None:

@@ -23,7 +23,8 @@ from tests.e2e.harness import (
     vllm_tokens,
 )
 from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import adaptive, group_translation, worker
+from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.adapter.kv.translation import LayerTranslator
 from vllm_tiered.kv.swapper import Swapper
 from vllm_tiered.kv.tuning import DEFAULT_TUNING
 
@@ -128,23 +129,21 @@ def test_a_buffer_is_released_when_its_last_reader_is_done(monkeypatch) -> None:
 
 
 def _sharing_layers_read_vllms_blocks(monkeypatch) -> None:
-    monkeypatch.setattr(
-        group_translation.GroupTranslator, "_give_targets_pages", lambda self, context: None
-    )
+    monkeypatch.setattr(LayerTranslator, "share", lambda self, targets: None)
 
 
 def _sharing_layers_read_another_row(monkeypatch) -> None:
-    give = group_translation.GroupTranslator._give_targets_pages
+    share = LayerTranslator.share
 
-    def wrong(self, context) -> None:
+    def wrong(self, targets) -> None:
         names = {"8": "5", "7": "4"}
-        self._targets = {
+        others = {
             name: ".".join(names.get(part, part) for part in target.split("."))
-            for name, target in self._targets.items()
+            for name, target in targets.items()
         }
-        give(self, context)
+        share(self, others)
 
-    monkeypatch.setattr(group_translation.GroupTranslator, "_give_targets_pages", wrong)
+    monkeypatch.setattr(LayerTranslator, "share", wrong)
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,6 @@ KV_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "encoder_decoder": ({"is_encoder_decoder": True}, None, "org/model (encoder-decoder)"),
     "attention_free": ({"is_attention_free": True}, None, "org/model (attention-free)"),
     "captured_kv_updates": ({"captures": "PIECEWISE"}, None, "--compilation-config"),
-    "unequal_pipeline_stages": ({"stages": 4}, None, "with stages of 7 to 8 layers"),
     "drafts_in_a_pipeline": (
         {"stages": 2},
         SimpleNamespace(method="ngram"),

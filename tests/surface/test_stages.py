@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tiered.adapter.kv.groups import KvGroups
-from vllm_tiered.adapter.kv.stages import find_stage_obstacle
+from vllm_tiered.adapter.kv.stages import common_stack, find_stage_obstacle, largest_stage
 from vllm_tiered.kv.layout import LayerStack
 from vllm_tiered.kv.recompute import RecentSteps
 from vllm_tiered.kv.step_plan import StepPlan
@@ -24,13 +24,19 @@ def cache_config(*groups: int) -> Any:
     )
 
 
-def test_equal_stages_follow_one_plan():
-    assert find_stage_obstacle(engine(2), [cache_config(15), cache_config(15)]) is None
+def test_stages_follow_one_plan():
+    for counts in (15, 15), (14, 16), (16, 14):
+        assert find_stage_obstacle(engine(2), list(map(cache_config, counts))) is None
 
 
-def test_unequal_stages_are_named_with_what_to_do():
-    obstacle = find_stage_obstacle(engine(2), [cache_config(16), cache_config(14)]) or ""
-    assert "14 to 16 layers" in obstacle and "VLLM_PP_LAYER_PARTITION" in obstacle
+def test_the_plan_is_the_largest_stages_and_all_can_follow_it():
+    equal, unequal = ([cache_config(n) for n in ns] for ns in ((15, 15), (14, 16, 14)))
+    assert common_stack(LayerStack(15), equal) == LayerStack(15)
+    stack = common_stack(LayerStack(16), unequal)
+    assert stack == LayerStack(16, smallest_stage=14)
+    assert largest_stage(unequal) is unequal[1]
+    assert stack.max_num_far == 13 == LayerStack(14).max_num_far
+    assert LayerStack(16).max_num_far == 15
 
 
 def test_stages_with_windows_are_left_to_vllm():

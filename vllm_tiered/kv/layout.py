@@ -128,12 +128,15 @@ class LayerStack(NamedTuple):
         staging_buffers: buffers that the offloaded layers need.
         hides_first_read: other layers compute before the first of these layers.
         num_draft: the last of these layers, which are a draft model's and stay near.
+        smallest_stage: layers of the smallest stage of a pipeline, if these are the largest one's.
+            All stages offload equally many. None if the stages are equal.
     """
 
     num_layers: int
     staging_buffers: int = STAGING_BUFFERS
     hides_first_read: bool = False
     num_draft: int = 0
+    smallest_stage: int | None = None
 
     @property
     def max_num_far(self) -> int:
@@ -142,7 +145,8 @@ class LayerStack(NamedTuple):
         Something must be computed while the first layer of a step is read: a resident layer, or the
         other layers before it.
         """
-        own_layers = self.num_layers - self.num_draft
+        num_layers = self.num_layers if self.smallest_stage is None else self.smallest_stage
+        own_layers = num_layers - self.num_draft
         return own_layers if self.hides_first_read else max(0, own_layers - 1)
 
     def expansion(self, num_far: int) -> float:

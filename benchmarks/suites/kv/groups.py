@@ -2,10 +2,10 @@
 """Long contexts in too little KV memory, on models that mix kinds of attention.
 
 For each model these run the same requests in interleaved rounds: vLLM alone and the plugin
-(`expansion=auto`, one or several policies) with the same KV memory, and vLLM with enough of it. Gemma 3 270M is trained: 15
-of its 18 layers have a window of 512 tokens. The others are small random models of a form: latent
-attention, and Mamba in every other layer. Their throughput is that of vLLM's Python as much as of
-their arithmetic, so it is a hint.
+(`expansion=auto`, one or several policies) with the same KV memory, and vLLM with enough of it.
+Gemma 3 270M is trained: 15 of its 18 layers have a window of 512 tokens. The others are small
+random models of a form: latent attention, and Mamba in every other layer. Their throughput is that
+of vLLM's Python as much as of their arithmetic, so it is a hint.
 
 The float32 control gives both engines memory for all requests, so that they run the same batches.
 With preemption vLLM's own tokens change on some of these models, as its kernels compute a prefill

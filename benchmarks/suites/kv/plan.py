@@ -89,7 +89,7 @@ class KvPlan:
         bandwidth in each direction (0: the memory's own).
         """
         section = {"expansion": expansion, **(kv or {})}
-        if expansion in POLICY_OF:
+        if expansion is not None and expansion in POLICY_OF:
             section |= {"expansion": "auto", "policy": POLICY_OF[expansion]}
         return EngineSpec(
             label=label,

@@ -2,9 +2,10 @@
 """Throughput and latency by arrival rate of requests (Pie, figures 8 and 9c).
 
 vLLM alone, the plugin at fixed expansions and with `expansion=auto` (one or several policies) serve
-the same requests in the same near-tier KV memory, a share of the workload's peak demand. Arrivals are a Poisson process.
-Rates are given as loads, so that the same settings make sense on any machine: a load is a multiple
-of the rate that vLLM alone serves when all requests arrive at once, which is measured first.
+the same requests in the same near-tier KV memory, a share of the workload's peak demand. Arrivals
+are a Poisson process. Rates are given as loads, so that the same settings make sense on any
+machine: a load is a multiple of the rate that vLLM alone serves when all requests arrive at once,
+which is measured first.
 
 At each load `auto` first runs an unmeasured round, then all systems run interleaved rounds.
 """

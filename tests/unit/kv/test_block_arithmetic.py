@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of near pages, compared with brute force."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -47,6 +49,22 @@ def test_block_limit_is_the_most_that_fit(geometry, num_partial):
 @given(geometry=geometries(), num_partial=partial)
 def test_more_partial_blocks_never_leave_more_blocks(geometry, num_partial):
     assert geometry.block_limit(num_partial + 1) <= geometry.block_limit(num_partial)
+
+
+@given(geometry=geometries(), num_partial=partial, fewer=st.integers(1, 39), keeps=st.booleans())
+def test_a_smaller_stage_of_a_pipeline_holds_the_blocks_of_the_largest(
+    geometry, num_partial, fewer, keeps
+):
+    """With as many pages and offloaded layers; it reads no more blocks where full ones are kept."""
+    num_layers = max(geometry.num_far + 1, geometry.num_layers - fewer)
+    largest = replace(geometry, keeps_blocks=keeps)
+    smaller = replace(largest, num_layers=num_layers, num_resident=num_layers - geometry.num_far)
+    limit = largest.block_limit(num_partial)
+    assert smaller.block_limit(num_partial) >= limit
+    assert smaller.pages_needed(limit, num_partial) <= largest.pages_needed(limit, num_partial)
+    for used in range(num_partial, limit + 1, 7):
+        staged = smaller.staged_blocks(used, num_partial)
+        assert staged <= largest.staged_blocks(used, num_partial)
 
 
 @given(geometry=geometries(), blocks=st.integers(0, 60), num_partial=partial)

@@ -29,22 +29,6 @@ def _find_drafts_in_a_pipeline(vllm_config: Any) -> str | None:
     return None if num_stages == 1 or drafts is None else f"{drafts} on {num_stages} stages"
 
 
-def _find_unequal_stages(vllm_config: Any) -> str | None:
-    """Find stages of a pipeline with different numbers of layers."""
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    if num_stages == 1:
-        return None
-    indices = importlib.import_module("vllm.distributed.utils").get_pp_indices
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    stages = [indices(num_layers, stage, num_stages) for stage in range(num_stages)]
-    counts = sorted({end - begin for begin, end in stages})
-    if len(counts) == 1:
-        return None
-    return (
-        f"--pipeline-parallel-size {num_stages}, with stages of {counts[0]} to {counts[-1]} layers"
-    )
-
-
 def _find_single_rank(vllm_config: Any) -> str | None:
     size = vllm_config.parallel_config.tensor_parallel_size
     return f"--tensor-parallel-size {size}" if size == 1 else None
@@ -170,18 +154,6 @@ VLLM_CONFIG_CHECKS: tuple[CompatibilityCheck, ...] = (
                 reason="drafts of several batches would be in doubt at a time, and the last stage "
                 "alone has the draft model",
                 remedy="leave speculative decoding out, or use --tensor-parallel-size",
-            ),
-        },
-    ),
-    CompatibilityCheck(
-        feature="unequal_pipeline_stages",
-        kind="option",
-        find=_find_unequal_stages,
-        conflicts={
-            Part.KV: Conflict(
-                reason="all stages follow one plan, and only equal ones hold the same blocks",
-                remedy="give stages of equally many layers (the environment variable "
-                "VLLM_PP_LAYER_PARTITION, or another --pipeline-parallel-size)",
             ),
         },
     ),

@@ -19,7 +19,12 @@ from vllm_tiered.adapter.kv import attention_backend, drafts, obstacles
 from vllm_tiered.adapter.kv import plan as kv_plan
 from vllm_tiered.adapter.kv.far_dtype import page_format
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
-from vllm_tiered.adapter.kv.stages import count_stages, find_stage_obstacle
+from vllm_tiered.adapter.kv.stages import (
+    common_stack,
+    count_stages,
+    find_stage_obstacle,
+    largest_stage,
+)
 from vllm_tiered.adapter.replicas import ranks_here, read_replicas
 from vllm_tiered.config import KvConfig
 from vllm_tiered.devices.available_memory import read_host_memory
@@ -190,9 +195,10 @@ def tiered_kv_cache_configs(
     obstacle = obstacle or obstacles.find_connector_obstacle(vllm_config, roomy, facts.targets)
     if obstacle is not None:
         return leave_to_vllm(obstacle)
-    groups = read_groups(vllm_config, roomy[0].kv_cache_groups, facts.draft_layers, facts.targets)
-    stack = groups.stack
-    spec = roomy[0].kv_cache_groups[groups.index].kv_cache_spec
+    largest = largest_stage(roomy)
+    groups = read_groups(vllm_config, largest.kv_cache_groups, facts.draft_layers, facts.targets)
+    stack = common_stack(groups.stack, roomy)
+    spec = largest.kv_cache_groups[groups.index].kv_cache_spec
     block_bytes = spec.page_size_bytes * stack.num_layers
     partial_blocks = drafts.partial_blocks(vllm_config, spec.block_size)
     near_bytes = _near_bytes(vllm_config, min(available_memory), block_bytes)
@@ -248,6 +254,7 @@ def tiered_kv_cache_configs(
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)
         setattr(kv_cache_config, kv_plan.KV_TARGETS, facts.targets)
         setattr(kv_cache_config, kv_plan.NUM_SLOTS, num_slots)
+        setattr(kv_cache_config, kv_plan.PLANNED_STACK, stack)
         # Every layer's view starts at page 0 and has num_blocks pages, so that it is inside the
         # allocation. The worker replaces the views before their first use.
         kv_cache_config.kv_cache_tensors = [

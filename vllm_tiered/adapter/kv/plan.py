@@ -43,6 +43,10 @@ NUM_SLOTS = "tiered_num_slots"
 """Attribute of a KVCacheConfig: :attr:`KvPlan.num_slots`, which depends on the host's memory."""
 
 
+PLANNED_STACK = "tiered_planned_stack"
+"""Attribute of a KVCacheConfig: :attr:`KvPlan.stack`, that of the largest stage of a pipeline."""
+
+
 class LeftToVllm(NamedTuple):
     """Why a KV cache is not swapped.
 
@@ -63,10 +67,11 @@ class KvPlan:
 
     Attributes:
         geometry: the sizes at the start.
-        order: the layers' roles at the start.
+        order: the roles of this process's layers at the start.
         near_pages: pages of the near-tier pool.
         num_blocks: number of vLLM's block ids, the null block 0 included.
-        stack: the layers that may be offloaded, and what lies between them.
+        stack: the layers that may be offloaded, and what lies between them. In a pipeline they are
+            the largest stage's, as are the geometry and the levels.
         groups: the groups of layers; None if the KV cache is left to vLLM.
         levels: the levels that the engine may change to; None if the offloaded layers are fixed.
             A configured expansion with a storage tier has levels too, except under `on_demand`:
@@ -75,6 +80,7 @@ class KvPlan:
         num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
             without one.
         replicas_here: engines of a data-parallel server that share this host.
+        own_layers: layers of this process, if they are not those of ``stack``.
     """
 
     geometry: KvGeometry
@@ -88,6 +94,12 @@ class KvPlan:
     left_to_vllm: LeftToVllm | None = None
     num_slots: int | None = None
     replicas_here: int = 1
+    own_layers: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this process that may have their KV cache offloaded."""
+        return self.geometry.num_layers if self.own_layers is None else self.own_layers
 
     @property
     def near_bytes(self) -> int:
@@ -139,7 +151,7 @@ class KvPlan:
         """
         num_layers = len(self.offloadable_layers)
         if self.num_slots is not None:
-            num_layers = self.geometry.num_layers
+            num_layers = self.num_layers
         memory = homes.memory_layers if homes.memory_layers is not None else num_layers
         in_memory = min(num_layers, memory)
         return in_memory * self.region_bytes, (num_layers - in_memory) * self.region_bytes
@@ -163,7 +175,7 @@ class KvPlan:
     def offloadable_layers(self) -> tuple[int, ...]:
         """Layers that may be offloaded, in the order of offloading."""
         may_be_far = {layer for order in (self.order, *self.orders) for layer in order.offloaded}
-        return tuple(layer for layer in far_order(self.geometry.num_layers) if layer in may_be_far)
+        return tuple(layer for layer in far_order(self.num_layers) if layer in may_be_far)
 
     @property
     def orders(self) -> tuple[SwapOrder, ...]:
@@ -171,7 +183,8 @@ class KvPlan:
         if self.levels is None:
             return ()
         levels = range(self.levels.max_num_far + 1)
-        return tuple(layer_order("interleave", self.stack, num_far) for num_far in levels)
+        own_stack = self.stack._replace(num_layers=self.num_layers)
+        return tuple(layer_order("interleave", own_stack, num_far) for num_far in levels)
 
     @property
     def swaps(self) -> bool:
@@ -371,7 +384,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
     draft_layers = getattr(kv_cache_config, DRAFT_LAYERS, NO_LAYERS)
     targets = getattr(kv_cache_config, KV_TARGETS, NO_TARGETS)
     groups = read_groups(vllm_config, kv_cache_config.kv_cache_groups, draft_layers, targets)
-    stack = groups.stack
+    stack = getattr(kv_cache_config, PLANNED_STACK, groups.stack)
     spec = kv_cache_config.kv_cache_groups[groups.index].kv_cache_spec
     num_blocks = kv_cache_config.num_blocks
     num_far = resolve_num_far(config.kv, stack)
@@ -407,13 +420,14 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
             far_format=page_format(config.kv, spec),
         )
     order = layer_order(config.kv.policy, stack, num_far or 0)
+    own_stack = stack._replace(num_layers=groups.stack.num_layers)
     return KvPlan(
         geometry=(
             levels.geometry(Level(order.num_far))
             if levels
             else make_geometry(config.kv, order, spec, near_pages, partial)
         ),
-        order=order,
+        order=layer_order(config.kv.policy, own_stack, num_far or 0),
         near_pages=near_pages,
         num_blocks=num_blocks,
         config=config.kv,
@@ -422,6 +436,7 @@ def plan_from_config(vllm_config: Any, kv_cache_config: Any) -> KvPlan | None:
         levels=levels,
         num_slots=getattr(kv_cache_config, NUM_SLOTS, None),
         replicas_here=read_replicas(vllm_config).here,
+        own_layers=own_stack.num_layers,
     )
 
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of pipeline parallelism: each has its own layers, and all follow one plan.
 
-The scheduler plans a step once, from the KV cache configuration of the first stage: the same blocks
-in as many layers. A block is released only if every stage holds it, so the stages must hold equally
-many at every level. Hence they have equally many layers, which they offload in the same order.
+The scheduler plans a step once: the same blocks in every stage, and equally many offloaded layers.
+All stages have as many near pages. With m of n layers offloaded they hold ``n / (n - m + 2)`` times
+the blocks that fit with all layers near, so ``P / (n - m + 2)`` for P pages: the fewer, the more
+layers a stage has. So the plan is made for the stage with the most layers, and a smaller stage has
+pages to spare (``test_block_arithmetic.py``). The smallest stage bounds how many layers are
+offloaded.
 
 The steps of several batches are in flight at a time. Every stage computes them in the order in
 which they were planned, so a stage never reads what a later step writes.
@@ -11,6 +14,8 @@ which they were planned, so a stage never reads what a later step writes.
 
 from collections.abc import Sequence
 from typing import Any
+
+from vllm_tiered.kv.layout import LayerStack
 
 
 def count_stages(vllm_config: Any) -> int:
@@ -31,13 +36,24 @@ def find_stage_obstacle(vllm_config: Any, kv_cache_configs: Sequence[Any]) -> st
             "stages of a pipeline are swapped if all of their layers have full attention, and some "
             "have a window, a chunk or a state (--pipeline-parallel-size)"
         )
-    counts = sorted({_count_layers(config) for config in kv_cache_configs})
-    if len(counts) == 1:
-        return None
-    return (
-        f"the stages of the pipeline have {counts[0]} to {counts[-1]} layers with a KV cache, and "
-        "only equal ones hold the same blocks (VLLM_PP_LAYER_PARTITION)"
-    )
+    return None
+
+
+def largest_stage(kv_cache_configs: Sequence[Any]) -> Any:
+    """Return the KV cache configuration with the most layers, for which steps are planned."""
+    return max(kv_cache_configs, key=_count_layers)
+
+
+def common_stack(stack: LayerStack, kv_cache_configs: Sequence[Any]) -> LayerStack:
+    """Return the layers of the largest stage, bounded by the smallest one.
+
+    Args:
+        stack: the layers of the largest stage.
+        kv_cache_configs: vLLM's, for each rank.
+    """
+    fewest = min(map(_count_layers, kv_cache_configs))
+    is_equal = fewest == _count_layers(largest_stage(kv_cache_configs))
+    return stack if is_equal else stack._replace(smallest_stage=fewest)
 
 
 def _count_layers(kv_cache_config: Any) -> int:

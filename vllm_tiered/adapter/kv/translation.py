@@ -5,6 +5,7 @@ vLLM gives all layers of a KV cache group one block table and one slot mapping. 
 over a pool, each layer needs its own: ``page = pages[layer, block]``. The kernels run unchanged.
 Backends of latent attention keep two block tables, for the step's prefills and for its decodes.
 Layers of a group that differ in backend, window or query heads have metadata objects of their own.
+A layer without a KV cache of its own reads the pages of another one, its target.
 
 This module uses numpy, as its calls cost a third of torch's on arrays of this size.
 """
@@ -45,8 +46,21 @@ class LayerTranslator(ABC):
     def __init__(self, layer_names: Sequence[str], block_tokens: int) -> None:
         self._layer_names = layer_names
         self._block_tokens = block_tokens
-        self._all_rows = tuple(range(len(layer_names)))
-        self._sharers: dict[tuple[int, ...], _Sharers] = {}
+        self._readers = dict(zip(layer_names, range(len(layer_names)), strict=True))
+        self._all = tuple(self._readers)
+        self._targets: dict[str, str] = {}
+        self._sharers: dict[tuple[str, ...], _Sharers] = {}
+
+    def share(self, targets: Mapping[str, str]) -> None:
+        """Translate for layers without a KV cache of their own, too, if their target is here.
+
+        Args:
+            targets: by name of such a layer, the name of the layer whose pages it reads.
+        """
+        own = {name: target for name, target in targets.items() if target in self._layer_names}
+        self._targets |= own
+        self._readers |= {name: self._readers[target] for name, target in own.items()}
+        self._all = tuple(self._readers)
 
     @abstractmethod
     def _map(
@@ -71,50 +85,57 @@ class LayerTranslator(ABC):
         Args:
             keeps_pages: every block of the step has the same pages as in the previous step.
         """
-        metadata = forward_context.attn_metadata
-        objects = [metadata[name] for name in self._layer_names]
-        slots = forward_context.slot_mapping[self._layer_names[0]]
-        sharing = [(self._of(rows), objects[rows[0]]) for rows in self._rows_by_object(objects)]
+        metadata, first = forward_context.attn_metadata, self._layer_names[0]
+        slots = forward_context.slot_mapping
+        sharing = [
+            (self._of(names), metadata[names[0]]) for names in self._names_by_object(metadata)
+        ]
         tables: dict[str, torch.Tensor] = {}
         for sharers, shared in sharing:
             tables |= sharers.tables(shared, self._block_tokens)
-        num_own = len(objects[0].slot_mapping)
-        mapped = self._map(tables, slots, num_own, keeps_pages=keeps_pages)
+        num_own = len(metadata[first].slot_mapping)
+        mapped = self._map(tables, slots[first], num_own, keeps_pages=keeps_pages)
         for sharers, shared in sharing:
             metadata = metadata | sharers.update(shared, mapped)
+        targets = {name: mapped.slots[target] for name, target in self._targets.items()}
         forward_context.attn_metadata = metadata
-        forward_context.slot_mapping = forward_context.slot_mapping | mapped.slots
+        forward_context.slot_mapping = slots | mapped.slots | targets
 
-    def _rows_by_object(self, objects: Sequence[Any]) -> Iterable[tuple[int, ...]]:
-        """Return the rows of the layers that have one metadata object, for each object."""
-        if len(set(map(id, objects))) == 1:
-            return (self._all_rows,)
-        by_object: dict[int, list[int]] = {}
-        for row, shared in enumerate(objects):
-            by_object.setdefault(id(shared), []).append(row)
+    def _names_by_object(self, metadata: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+        """Return the names of the layers that have one metadata object, for each object."""
+        objects = [id(metadata[name]) for name in self._all]
+        if len(set(objects)) == 1:
+            return (self._all,)
+        by_object: dict[int, list[str]] = {}
+        for name, shared in zip(self._all, objects, strict=True):
+            by_object.setdefault(shared, []).append(name)
         return map(tuple, by_object.values())
 
-    def _of(self, rows: tuple[int, ...]) -> "_Sharers":
-        if rows not in self._sharers:
-            self._sharers[rows] = _Sharers(rows, self._layer_names)
-        return self._sharers[rows]
+    def _of(self, names: tuple[str, ...]) -> "_Sharers":
+        if names not in self._sharers:
+            rows = [self._readers[name] for name in names]
+            key = "" if names[0] == self._layer_names[0] else f" of {names[0]}"
+            has_all = rows == [*range(len(self._layer_names))]
+            self._sharers[names] = _Sharers(names, None if has_all else rows, key)
+        return self._sharers[names]
 
 
 class _Sharers:
     """The layers of a group to which vLLM gives one metadata object.
 
     Args:
-        rows: their rows in the mapping table, ascending.
-        layer_names: the names of all layers of the group, by row.
+        names: the layers' names.
+        rows: their rows in the mapping table; None if these are all rows, in order.
+        key: is added to the keys of their block tables.
     """
 
-    def __init__(self, rows: tuple[int, ...], layer_names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], rows: Sequence[int] | None, key: str) -> None:
+        self._names = names
         self._rows = rows
-        self._has_all = len(rows) == len(layer_names)
-        self._names = [layer_names[row] for row in rows]
-        self._metadata = LayerMetadata(len(rows))
-        self._parts = {name: LayerMetadata(len(rows)) for name in PARTS}
-        self._no_part = (None,) * len(rows)
+        self._key = key
+        self._metadata = LayerMetadata(len(names))
+        self._parts = {name: LayerMetadata(len(names)) for name in PARTS}
+        self._no_part = (None,) * len(names)
         self._objects: Sequence[Any] = ()
         self._by_name: dict[str, Any] = {}
 
@@ -123,9 +144,9 @@ class _Sharers:
         columns = -(-shared.max_seq_len // block_tokens)
         parts = _parts_of(shared)
         if not parts:
-            return {self._key("block_table"): shared.block_table[:, :columns]}
+            return {f"block_table{self._key}": shared.block_table[:, :columns]}
         return {
-            self._key(name): part.block_table[:, :columns]
+            f"{name}{self._key}": part.block_table[:, :columns]
             for name, part in parts.items()
             if part is not None
         }
@@ -135,11 +156,11 @@ class _Sharers:
         values: dict[str, Sequence[Any]] = {"slot_mapping": self._own(mapped.own_slots)}
         parts = _parts_of(shared)
         if not parts:
-            values["block_table"] = self._own(mapped.tables[self._key("block_table")])
+            values["block_table"] = self._own(mapped.tables[f"block_table{self._key}"])
         for name, part in parts.items():
             values[name] = self._no_part
             if part is not None:
-                own = {"block_table": self._own(mapped.tables[self._key(name)])}
+                own = {"block_table": self._own(mapped.tables[f"{name}{self._key}"])}
                 values[name] = self._parts[name].update(part, own)
         objects = self._metadata.update(shared, values)
         if objects is not self._objects:
@@ -147,11 +168,8 @@ class _Sharers:
             self._by_name = dict(zip(self._names, objects, strict=True))
         return self._by_name
 
-    def _key(self, name: str) -> str:
-        return name if self._has_all else f"{name} of layer {self._rows[0]}"
-
-    def _own(self, of_layers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return of_layers if self._has_all else [of_layers[row] for row in self._rows]
+    def _own(self, by_row: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return by_row if self._rows is None else [by_row[row] for row in self._rows]
 
 
 def _parts_of(shared: Any) -> dict[str, Any]:

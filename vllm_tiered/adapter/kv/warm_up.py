@@ -35,7 +35,7 @@ def own_blocks(model_runner: Any) -> Iterator[None]:
         yield  # vLLM's own; or the views have all pages, which are more than there are blocks
         return
     num_blocks = config.num_blocks
-    config.num_blocks = min(num_blocks, plan.near_pages // plan.geometry.num_layers)
+    config.num_blocks = min(num_blocks, plan.near_pages // plan.num_layers)
     try:
         yield
     finally:

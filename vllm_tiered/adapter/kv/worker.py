@@ -18,7 +18,6 @@ from vllm_tiered.adapter.kv.block_views import BlockViews
 from vllm_tiered.adapter.kv.device_translation import make_translator
 from vllm_tiered.adapter.kv.full_graphs import FullGraphs
 from vllm_tiered.adapter.kv.gauges import kv_gauges
-from vllm_tiered.adapter.kv.group_translation import GroupTranslator
 from vllm_tiered.adapter.kv.layer_trace import LayerTrace
 from vllm_tiered.adapter.kv.plan import KvPlan, far_homes
 from vllm_tiered.adapter.kv.step_figures import StepFigures
@@ -78,7 +77,7 @@ class TieredWorker:
         self.full_graphs: FullGraphs | None = None
         self.after_wait: Callable[[str], None] | None = None
         self._near: PageBuffer
-        self._translator: GroupTranslator | None = None
+        self._translators: Sequence[LayerTranslator] = ()  # one for each group
         self._drafter_translator: LayerTranslator | None = None
         self._drafter_step = 0  # the step that it has translated last
         self._translates = False
@@ -161,20 +160,18 @@ class TieredWorker:
             _warn_if_memory(homes.path, storage_bytes * self._world_size)
         totals.publish("kv", self.total_stats)
         pages = self.swapper.table.pages
-        self._translator = GroupTranslator(
-            [make_translator(pages[: len(names)], names, geometry.block_tokens, view.device)]
-            + [
-                make_translator(
-                    pages[: len(group.layer_names)],
-                    group.layer_names,
-                    group.block_tokens,
-                    view.device,
-                )
-                for group in groups.resident
-                if not group.has_states
-            ],
-            groups.targets,
-        )
+        self._translators = [
+            make_translator(pages[: len(names)], names, geometry.block_tokens, view.device)
+        ]
+        self._translators += [
+            make_translator(
+                pages[: len(group.layer_names)], group.layer_names, group.block_tokens, view.device
+            )
+            for group in groups.resident
+            if not group.has_states
+        ]
+        for translator in self._translators:
+            translator.share(groups.targets)
         if groups.draft_names:
             self._drafter_translator = make_translator(
                 pages[len(names) :], groups.draft_names, geometry.block_tokens, view.device
@@ -204,7 +201,7 @@ class TieredWorker:
 
     def _own_columns(self, states: Sequence[torch.Tensor], row: int) -> tuple[torch.Tensor, ...]:
         """Return a recurrent layer's states in the pages of its row: column c is index c."""
-        num_columns = self._plan.near_pages // self._plan.geometry.num_layers
+        num_columns = self._plan.near_pages // self._plan.num_layers
         return tuple(
             state.as_strided(
                 (num_columns, *state.shape[1:]),
@@ -239,7 +236,7 @@ class TieredWorker:
         }
         self._num_far = self.swapper.order.num_far
         self._translates = not self.swapper.is_laid_out_as_vllm
-        own_pages = self._plan.near_pages // self._plan.geometry.num_layers
+        own_pages = self._plan.near_pages // self._plan.num_layers
         for name, pool in self._pool_views.items():
             row = self._row_of[name]
             if not self._translates:
@@ -299,11 +296,11 @@ class TieredWorker:
         if forward_context is None or forward_context.attn_metadata is None or not self._translates:
             return
         self._check_no_full_graph(forward_context)
-        assert self._translator is not None
         start = time.perf_counter()
-        # The translator keeps the tables of the last step that it translated.
+        # A translator keeps the tables of the last step that it translated.
         keeps_pages = was_translated and self.swapper.keeps_pages
-        self._translator.translate(forward_context, keeps_pages=keeps_pages)
+        for translator in self._translators:
+            translator.translate(forward_context, keeps_pages=keeps_pages)
         self._is_translated = True
         self._figures.bookkeeping_seconds += time.perf_counter() - start
 

@@ -84,7 +84,7 @@ class KvManifest:
             policy=plan.config.policy,
             expansion=plan.expansion_at(Level(order.num_far)),
             max_expansion=plan.max_expansion,
-            num_layers=geometry.num_layers - plan.stack.num_draft,
+            num_layers=plan.num_layers - plan.stack.num_draft,
             near_only_layers=plan.groups.num_resident_layers if plan.groups else 0,
             far_layers=order.num_far,
             max_far_layers=plan.max_num_far,
