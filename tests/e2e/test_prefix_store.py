@@ -9,9 +9,10 @@ import pytest
 from tests.e2e.faults import flipping_device, poison_freed_pages, walk
 from tests.e2e.harness import Tokens, engine, generate, metric, vllm_tokens
 from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import worker
+from vllm_tiered.adapter.kv import scheduler, worker
 from vllm_tiered.kv.prefix_pages import PrefixPages
 from vllm_tiered.kv.prefix_store import PrefixStore
+from vllm_tiered.kv.store_trial import StoreTrial
 
 MIB = 1 << 20
 OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
@@ -67,8 +68,22 @@ def test_with_automatic_far_memory_that_of_far_layers_is_used() -> None:
     assert run_turns({"prefix_store": True})["hits"] > 500
 
 
-def test_by_default_all_is_computed_again() -> None:
-    assert run_turns({})["hits"] == 0
+def test_by_default_blocks_are_stored_and_without_the_store_computed_again() -> None:
+    assert run_turns({})["hits"] > 500
+    assert run_turns({"prefix_store": False})["hits"] == 0
+
+
+def test_by_default_nothing_is_stored_for_long_if_nothing_is_hit(monkeypatch, caplog_vllm) -> None:
+    """The trial is shortened here, as a test evicts few blocks."""
+    monkeypatch.setattr(scheduler, "StoreTrial", lambda num_blocks: StoreTrial(20))
+    stored: list[float] = []
+    with engine("deep", {}, **TIGHT) as llm:
+        for seed in range(4):
+            prompts = conversations(16, seed=100 + seed)
+            assert generate(llm, prompts) == vllm_tokens("deep", prompts)
+            stored.append(metric("tiered_kv_blocks_stored"))
+    assert 0 < stored[0] <= stored[-1] <= 3 * 20
+    assert caplog_vllm.text.count("the prefix store pauses") == 1
 
 
 @pytest.mark.parametrize(
@@ -80,11 +95,12 @@ def test_by_default_all_is_computed_again() -> None:
     ],
 )
 def test_a_store_that_is_not_used_is_spoken_of(model, caching, why_not, caplog_vllm) -> None:
-    tiered: dict[str, Any] = {"prefix_store": True}
-    if model == "qwen2":
-        tiered |= {"expansion": 1.3}
+    tiered: dict[str, Any] = {"expansion": 1.3} if model == "qwen2" else {}
     options = {"kv_cache_memory_bytes": 8 * MIB, "enable_prefix_caching": caching}
     with engine(model, tiered, **options):
+        pass
+    assert "prefix_store" not in caplog_vllm.text, "nobody asked for it"
+    with engine(model, tiered | {"prefix_store": True}, **options):
         pass
     assert caplog_vllm.text.count(f"kv.prefix_store is not used: {why_not}") == 1
 

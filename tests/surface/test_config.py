@@ -21,7 +21,7 @@ def test_keys_and_defaults():
             "path": None,
             "far_dtype": "auto",
             "verify": "off",
-            "prefix_store": False,
+            "prefix_store": "auto",
         },
         "weights": {
             "placement": "off",

@@ -71,12 +71,13 @@ class KvConfig(Section):
         "Whether checksums of pages that come back from far memory are compared: never, on every "
         "16th read of a page, or always. Pages that come back from a file are always compared.",
     )
-    prefix_store: bool = option(
-        False,
-        Bool(),
+    prefix_store: bool | Literal["auto"] = option(
+        "auto",
+        Bool(auto=True),
         "Whether full blocks that leave vLLM's prefix cache stay in far memory, for later prompts "
         "and for requests that resume. It uses the far memory that no far layer needs; of a "
-        "`far_gib` that is a number, all of it.",
+        '`far_gib` that is a number, all of it. `"auto"` stores as long as enough of it is hit, '
+        "and nothing where blocks alone are not a prefix or far pages are in a file.",
     )
 
     @property
@@ -87,6 +88,11 @@ class KvConfig(Section):
         """
         is_fixed = self.expansion not in ("auto", 1)
         return is_fixed or self.tier != "far" or self.policy != "interleave"
+
+    @property
+    def stores_prefixes(self) -> bool:
+        """Whether blocks are stored that leave the prefix cache, if the model allows it."""
+        return self.prefix_store is not False and self.tier == "far"
 
     @property
     def keeps_blocks(self) -> bool:
@@ -114,7 +120,7 @@ class KvConfig(Section):
                 f"{where}path is {self.path!r}, but nothing is stored there: set {where}tier to "
                 '"storage", or leave the path out'
             )
-        if self.tier == "storage" and self.prefix_store:
+        if self.tier == "storage" and self.prefix_store is True:
             raise ConfigError(
                 f"{where}prefix_store is true, but nothing is kept for later in a file: set "
                 f'{where}tier to "far", or leave prefix_store out'

@@ -35,13 +35,17 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bool:
-    """A bool, or the words "true" and "false"."""
+    """A bool, or the words "true" and "false"; with `auto`, the word "auto" too."""
+
+    auto: bool = False
 
     @property
     def values(self) -> str:
-        return "true or false"
+        return 'true, false or "auto"' if self.auto else "true or false"
 
-    def parse(self, key: str, value: object) -> bool:
+    def parse(self, key: str, value: object) -> bool | str:
+        if self.auto and value == "auto":
+            return "auto"
         words = {"true": True, "false": False}
         if isinstance(value, str) and value.lower() in words:
             return words[value.lower()]

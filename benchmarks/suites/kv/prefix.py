@@ -241,10 +241,10 @@ def _measure(
     far = {"far_gib": settings.far_gib}
     made = {
         BASELINE: _spec(load, requests, settings, BASELINE),
-        PLUGIN: _spec(
-            load, requests, settings, PLUGIN, tiered={"kv": {**far, "prefix_store": True}}
+        PLUGIN: _spec(load, requests, settings, PLUGIN, tiered={"kv": far}),
+        NO_STORE: _spec(
+            load, requests, settings, NO_STORE, tiered={"kv": {**far, "prefix_store": False}}
         ),
-        NO_STORE: _spec(load, requests, settings, NO_STORE, tiered={"kv": far}),
         FILES: replace(_spec(load, requests, settings, FILES), stores_in_files=True),
         CEILING: _spec(load, requests, settings, CEILING, near_mib=settings.enough_mib),
     }

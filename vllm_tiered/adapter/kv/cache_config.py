@@ -237,7 +237,7 @@ def tiered_kv_cache_configs(
         model_config.max_model_len = _longest(groups, max_tokens, model_config.max_model_len)
     num_slots = None
     why_no_prefixes = _find_prefix_obstacle(vllm_config, groups)
-    if kv.prefix_store and why_no_prefixes is None:
+    if kv.stores_prefixes and why_no_prefixes is None:
         budget = sizes["far_budget"]
         if sizes["allocatable_bytes"] is not None:
             budget = min(budget, sizes["allocatable_bytes"])
@@ -248,7 +248,7 @@ def tiered_kv_cache_configs(
                 f"kv.far_gib {kv.far_gib} leaves no far memory beside the far layers: set a larger "
                 "number"
             )
-    if kv.prefix_store and why_no_prefixes is not None:
+    if kv.prefix_store is True and why_no_prefixes is not None:
         logger.warning("tiered kv: kv.prefix_store is not used: %s", why_no_prefixes)
     for kv_cache_config in configs:
         setattr(kv_cache_config, kv_plan.DRAFT_LAYERS, facts.draft_layers)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix store behind vLLM's prefix cache: what its block pool reuses, and what requests hit."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from vllm_tiered.kv.prefix_store import PrefixStore
+from vllm_tiered.kv.store_trial import StoreTrial
+
+logger = logging.getLogger("vllm.tiered")
 
 
 class PrefixHits:
@@ -18,13 +22,22 @@ class PrefixHits:
         block_pool: vLLM's block pool.
         group_index: the index in vLLM of the layers' group.
         block_tokens: tokens a block holds.
+        trial: decides whether evicted blocks are stored; None stores all.
     """
 
     def __init__(
-        self, store: PrefixStore, block_pool: Any, *, group_index: int, block_tokens: int
+        self,
+        store: PrefixStore,
+        block_pool: Any,
+        *,
+        group_index: int,
+        block_tokens: int,
+        trial: StoreTrial | None = None,
     ) -> None:
         self.store = store
         self.is_open = True
+        self._trial = trial
+        self._has_paused = False
         self._group_index = group_index
         self._block_tokens = block_tokens
         self._is_reuse = False  # blocks are being reused; other evictions drop wrong content
@@ -57,11 +70,21 @@ class PrefixHits:
         count = num_tokens // self._block_tokens
         first = self._first
         self.store.fetch(self._keys[:count], block_ids[first : first + count])
+        if self._trial:
+            self._trial.hit(count)
 
     def close(self) -> None:
         """Store nothing from now on."""
         self.is_open = False
         self.store.drop_all()
+
+    def _note_pause(self) -> None:
+        if not self._has_paused:
+            self._has_paused = True
+            logger.info(
+                "tiered kv: the prefix store pauses, as few of the blocks that left near memory "
+                "were needed again; it tries again later (kv.prefix_store=true always stores)"
+            )
 
     def _wrap_get(self, get_new_blocks: Callable[[int], Any]) -> Callable[[int], Any]:
         def get(num_blocks: int) -> Any:
@@ -76,7 +99,11 @@ class PrefixHits:
     def _wrap_evict(self, evict_cached_block: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def evict(block: Any) -> bool:
             if self._is_reuse:
-                self.store.evict(block.block_id, block.block_hash)
+                key = block.block_hash
+                if key is not None and self._trial and not self._trial.evict():
+                    self._note_pause()
+                    key = None
+                self.store.evict(block.block_id, key)
             return evict_cached_block(block)
 
         return evict

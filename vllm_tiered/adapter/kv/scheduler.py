@@ -34,6 +34,7 @@ from vllm_tiered.kv.recompute import MAX_RECOMPUTES, RecentSteps, RecomputeLog
 from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import NO_BLOCKS, BlockIds, ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
+from vllm_tiered.kv.store_trial import StoreTrial
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -177,6 +178,11 @@ class TieredScheduler:
                 pool,
                 group_index=self._groups.index,
                 block_tokens=self._plan.geometry.block_tokens,
+                trial=(
+                    StoreTrial(self._plan.num_slots)
+                    if self._plan.config.prefix_store == "auto"
+                    else None
+                ),
             )
         self._manager = kv_cache_manager
         self._watermark = kv_cache_manager.watermark_blocks / self._plan.num_blocks
