@@ -20,7 +20,7 @@ NEXT_LIMIT_S ?= 1500
 OVERLAY ?= .cache/vllm-$(NEXT)
 NEXT_TESTS ?= $(addprefix tests/surface/test_,contracts.py compat.py patches.py full_graphs.py endpoint.py \
 	resident_groups.py scrape.py metrics.py server.py) \
-	$(addprefix tests/e2e/test_,expansion.py ordering.py second_runner.py translation.py \
+	$(addprefix tests/e2e/test_,sleep.py expansion.py ordering.py second_runner.py translation.py \
 	weights.py::test_the_plan_is_for_the_blocks_that_the_engine_uses \
 	groups.py::test_a_walk_over_all_levels latent_attention.py::test_a_walk_over_all_levels \
 	drafts.py::test_a_walk_over_all_levels \

@@ -96,9 +96,9 @@ def test_grows_when_requests_wait(model, monkeypatch) -> None:
     assert tokens == vllm_tokens(model, PROMPTS, max_tokens=60)
 
 
-@pytest.mark.parametrize("model", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma3", "llama4"])
 def test_windows_in_the_group_of_full_attention(model, monkeypatch) -> None:
-    """Without vLLM's hybrid allocator all layers are one group, and windows only mask."""
+    """Without vLLM's hybrid allocator all layers are one group; windows and chunks only mask."""
     walk(monkeypatch, seed=5, steps_per_level=2)
     options = tight(model) | {"disable_hybrid_kv_cache_manager": True}
     want = vllm_tokens(model, PROMPTS, max_tokens=60)

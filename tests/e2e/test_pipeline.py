@@ -73,7 +73,7 @@ def test_levels_change_under_two_batches_in_flight() -> None:
 
 @pytest.mark.parametrize("partition", ["13,17", "17,13"])
 def test_unequal_stages_follow_the_plan_of_the_largest(partition) -> None:
-    """At each level, and at one whose pages the largest stage needs all."""
+    """On a random walk over the levels, and at a fixed one."""
     expected = vllm_tokens("deep", PROMPTS, TOKENS)
     runs: list[dict[str, Any]] = [{"kv": {"far_gib": 1.0}, "walk": 5}, {"kv": {"expansion": 2.0}}]
     walked, fixed = serve(*runs, VLLM_PP_LAYER_PARTITION=partition)

@@ -102,17 +102,32 @@ def test_requests_that_sleep_are_computed_again(naps, force_far_layers) -> None:
 
 
 def test_no_copy_is_under_way_while_it_sleeps(naps, force_far_layers, monkeypatch) -> None:
+    """It is sent to sleep when a step has ended whose write has not."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     force_far_layers(20)
-    monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 5e-3))
-    ended: list[bool] = []
+    monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-2))
+    has_ended: list[bool] = []
     end_copies = Swapper.end_copies
 
+    def writes_are_done(swapper: Swapper) -> bool:
+        return all(event.done() for event in swapper.far.last_write)
+
     def watched(swapper: Swapper) -> None:
+        has_ended.append(writes_are_done(swapper))
         end_copies(swapper)
-        ended.append(all(event.done() for event in swapper.far.last_write))
+        has_ended.append(writes_are_done(swapper))
 
     monkeypatch.setattr(Swapper, "end_copies", watched)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     with engine("deep", {}, enable_sleep_mode=True) as llm:
-        generate(llm, PROMPTS)
+        for at, prompt in enumerate(PROMPTS):
+            llm.llm_engine.add_request(str(at), {"prompt_token_ids": prompt}, params)
+        swapper = get_kv_transfer_group().worker_side.swapper
+        for _ in range(100):
+            llm.llm_engine.step()
+            if not writes_are_done(swapper):
+                break
         llm.sleep(level=1)
-    assert ended == [True]
+    assert has_ended == [False, True]

@@ -149,12 +149,36 @@ def test_layers_with_metadata_of_their_own_keep_it(make):
         shared = context.attn_metadata[NAMES[0]]
         other = OtherMetadata(**vars(shared) | {"window": at})
         context.attn_metadata = context.attn_metadata | {NAMES[1]: other}
-        apart.translate(context)
+        apart.translate(context, keeps_pages=at % 4 == 3)
         assert plain(context) == plain(want)
         kinds = [type(meta).__mro__[1] for meta in context.attn_metadata.values()]
         assert kinds == [Metadata, OtherMetadata, Metadata]
         assert context.attn_metadata[NAMES[1]].window == at
         assert not hasattr(context.attn_metadata[NAMES[2]], "window")
+
+
+@pytest.mark.parametrize("make", [on_host, on_device])
+def test_a_layer_without_a_cache_of_its_own_reads_its_targets_pages(make):
+    """With its own metadata if it differs from its target's, and with the target's otherwise."""
+    pages = np.random.default_rng(4).permutation(3 * NUM_BLOCKS).reshape(3, -1).astype(np.int32)
+    translator, batch = make(pages), Batch(random.Random(4))
+    translator.share({"alike": NAMES[1], "different": NAMES[2], "elsewhere": "another group"})
+    for at in range(6):
+        context = batch.step(shuffle=at % 3 == 0, padding=2)
+        shared, slots = context.attn_metadata[NAMES[0]], context.slot_mapping[NAMES[0]]
+        different = OtherMetadata(**vars(shared) | {"window": at})
+        context.attn_metadata |= {"alike": shared, "different": different}
+        context.slot_mapping |= dict.fromkeys(("alike", "different"), slots)
+        translator.translate(context)
+        tables = {name: meta.block_table for name, meta in context.attn_metadata.items()}
+        assert torch.equal(tables["alike"], tables[NAMES[1]])
+        assert torch.equal(tables["different"], tables[NAMES[2]])
+        assert not torch.equal(tables["alike"], tables["different"])
+        for name, target in (("alike", NAMES[1]), ("different", NAMES[2])):
+            assert torch.equal(context.slot_mapping[name], context.slot_mapping[target])
+        assert context.attn_metadata["different"].window == at
+        assert not hasattr(context.attn_metadata["alike"], "window")
+        assert context.attn_metadata.keys() == {*NAMES, "alike", "different"}
 
 
 def test_a_page_that_moved_is_followed_at_once():

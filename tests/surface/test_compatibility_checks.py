@@ -9,6 +9,7 @@ import pytest
 
 from vllm_tiered.adapter import checks, engine_config
 from vllm_tiered.adapter.checks import Part
+from vllm_tiered.adapter.checks.base import find_conflicts
 from vllm_tiered.adapter.kv.plan import tiered_config
 from vllm_tiered.config import TieredConfig
 from vllm_tiered.errors import UnsupportedError
@@ -91,6 +92,20 @@ def test_arguments_that_kv_set_by_hand_refuses_before_vllm_does_anything(
     message = str(refused.value)
     for part in [*expected, "What to do:", "tiered.kv.enabled to false"]:
         assert part in message
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_sleep_mode_rules_kv_out_only_where_connectors_are_not_told(
+    make_engine_args, monkeypatch, told
+):
+    monkeypatch.setattr(checks.engine_args, "tells_connectors_of_sleep", lambda: told)
+    sleeping = make_engine_args(enable_sleep_mode=True)
+    found = [
+        setting
+        for part in (Part.KV, Part.WEIGHTS)
+        for setting, _ in find_conflicts(checks.engine_args.ENGINE_ARGS_CHECKS, part, sleeping)
+    ]
+    assert found == ["--enable-sleep-mode"] * (1 if told else 2)
 
 
 @pytest.mark.parametrize("name", KV_ARGUMENTS)

@@ -24,17 +24,19 @@ NUM_LAYERS = 30
 TMPFS = Path("/dev/shm")
 
 
-def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1, kinds=None):
+def engine(near_bytes=64 * MIB, *, executor="mp", world_size=1, kinds=None, stages=1):
     """The parts of a VllmConfig that the checks read."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             distributed_executor_backend=executor,
             world_size=world_size,
             local_world_size=world_size,
+            pipeline_parallel_size=stages,
         ),
         additional_config={},
         model_config=SimpleNamespace(
-            get_num_layers=lambda parallel: NUM_LAYERS,
+            get_num_layers=lambda parallel: NUM_LAYERS // stages,
+            get_total_num_hidden_layers=lambda: NUM_LAYERS,
             hf_text_config=SimpleNamespace(layer_types=kinds),
             is_hybrid=False,
         ),
@@ -49,6 +51,19 @@ def stored(path, **values):
 def test_a_folder_that_can_be_used_is_left_empty(tmp_path):
     check_folders(stored(tmp_path), engine())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("partition", ["7,8,8,7", "8,7,7,8"])
+def test_the_file_is_that_of_a_pipelines_largest_stage(tmp_path, monkeypatch, partition):
+    """Its layers divide the near pages among most blocks; the smallest bounds the far layers."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    found = folders._layer_stack(engine(stages=4).model_config, engine(stages=4).parallel_config)
+    assert found == LayerStack(8, smallest_stage=7)
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION")
+    equal = engine(stages=2)
+    assert folders._layer_stack(equal.model_config, equal.parallel_config) == LayerStack(15)
+    with pytest.raises(ConfigError, match=r"8 layers \(and 7 in the smallest stage.*PARTITION"):
+        check_folders(stored(tmp_path, expansion=4), engine(stages=4))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

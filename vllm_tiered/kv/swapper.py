@@ -167,8 +167,10 @@ class Swapper:
         """Block until no copy reads or writes a near page; between two steps.
 
         Raises:
+            IntegrityError: the previous step was abandoned, so a copy may wait for ever.
             Exception: a copy failed with this error.
         """
+        self._check_step_ended()
         self.stall_seconds += self._end_copies()
         for event in self.far.last_write:
             event.wait()
@@ -191,8 +193,7 @@ class Swapper:
             IntegrityError: the plan does not fit the pages, as the scheduler's limit is wrong; or
                 the previous step was abandoned.
         """
-        if self._failure is not None or self._turns or self._plan is not _NOTHING:
-            raise IntegrityError("the step before was not computed to its end") from self._failure
+        self._check_step_ended()
         self.num_steps += 1
         self._plan = plan
         self._writes = [None] * len(self.order.offloaded)
@@ -229,6 +230,10 @@ class Swapper:
             self._staging.open(plan, self.order, self._regions, self.table)
         if self._staging.num_buffers:
             self._queue_copies()
+
+    def _check_step_ended(self) -> None:
+        if self._failure is not None or self._turns or self._plan is not _NOTHING:
+            raise IntegrityError("the step before was not computed to its end") from self._failure
 
     def keeps_buffers(self, plan: StepPlan) -> bool:
         """Return whether the previous step's buffers fit this step, and no layer moves."""

@@ -5,6 +5,7 @@ Loading takes minutes, and what a folder can be asked at once must not fail afte
 left behind. Sizes that depend on the model's load are checked again when they are known.
 """
 
+import importlib
 import math
 import os
 from pathlib import Path
@@ -124,6 +125,14 @@ def _layer_stack(model_config: Any, parallel_config: Any) -> LayerStack:
     Which layers of a hybrid model have full attention is known when it is built. Until then it
     counts as a model that reaches the most.
     """
+    num_stages = parallel_config.pipeline_parallel_size
+    if num_stages > 1:
+        stages = importlib.import_module("vllm.distributed.utils").get_pp_indices
+        total = model_config.get_total_num_hidden_layers()
+        ends = [stages(total, stage, num_stages) for stage in range(num_stages)]
+        counts = {end - begin for begin, end in ends}
+        smallest = min(counts) if len(counts) > 1 else None
+        return LayerStack(max(counts), smallest_stage=smallest)
     num_layers = model_config.get_num_layers(parallel_config)
     kinds = set(getattr(model_config.hf_text_config, "layer_types", None) or ())
     if len(kinds) > 1 or model_config.is_hybrid:

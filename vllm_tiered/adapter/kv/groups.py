@@ -193,7 +193,9 @@ def is_full_attention(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) is FullAttentionSpec:
-        return spec.sliding_window is None and spec.attention_chunk_size is None
+        # It may have a window or a chunk, which then only masks: without its hybrid allocator vLLM
+        # keeps all tokens of all layers, in one group.
+        return True
     # Others of this class keep compressed states or the indices of sparse attention.
     return (
         type(spec) is MLAAttentionSpec and spec.tokens_per_state == 1 and spec.model_version is None

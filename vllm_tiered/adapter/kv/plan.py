@@ -80,7 +80,7 @@ class KvPlan:
         num_slots: with a prefix store, the blocks that the far tier holds in every layer; None
             without one.
         replicas_here: engines of a data-parallel server that share this host.
-        own_layers: layers of this process, if they are not those of ``stack``.
+        own_layers: layers of this process; None if they are those of ``stack``.
     """
 
     geometry: KvGeometry
@@ -228,9 +228,13 @@ def resolve_num_far(kv: KvConfig, stack: LayerStack) -> int | None:
     if num_far is None:
         buffers = "two staging buffers" if stack.staging_buffers > 1 else "one staging buffer"
         drafts = f" ({stack.num_draft} of a draft model)" if stack.num_draft else ""
+        remedy = "lower kv.expansion"
+        if stack.smallest_stage is not None:
+            drafts = f" (and {stack.smallest_stage} in the smallest stage of the pipeline)"
+            remedy += " or give more equal stages (VLLM_PP_LAYER_PARTITION)"
         raise ConfigError(
             f"kv.expansion={wanted:g} cannot be reached: {stack.num_layers} layers{drafts} with "
-            f"{buffers} reach at most {max(1.0, reachable):.2f}; lower kv.expansion"
+            f"{buffers} reach at most {max(1.0, reachable):.2f}; {remedy}"
         )
     return num_far
 

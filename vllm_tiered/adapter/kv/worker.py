@@ -416,7 +416,7 @@ class TieredWorker:
     def restore_near_pages(self) -> None:
         """Clear the near pages, whose memory was given up and is there again.
 
-        The tables on the device may have been in that memory, so the next step writes them anew.
+        The next step writes the tables on the device anew, wherever their memory is.
         """
         self.swapper.restore_near_pages()
         self._is_translated = False
