@@ -18,7 +18,7 @@ def runner(monkeypatch):
         swaps=True,
         order=SimpleNamespace(offloaded=()),
         near_pages=NEAR_PAGES,
-        geometry=SimpleNamespace(num_layers=NUM_LAYERS),
+        num_layers=NUM_LAYERS,
         has_states=False,
     )
     monkeypatch.setattr(warm_up, "plan_from_config", lambda *_: plan)

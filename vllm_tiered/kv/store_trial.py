@@ -51,6 +51,7 @@ class StoreTrial:
         if num_blocks and not self.is_storing:
             self._pause = FIRST_PAUSE
             self._begin(is_storing=True)
+            self._evicted = 0
         self._hits += num_blocks
 
     def _end_trial(self) -> None:
@@ -63,4 +64,4 @@ class StoreTrial:
 
     def _begin(self, *, is_storing: bool) -> None:
         self.is_storing = is_storing
-        self._evicted, self._hits = 1, 0  # the block that begins it counts
+        self._evicted, self._hits = 1, 0  # the evicted block that begins it counts

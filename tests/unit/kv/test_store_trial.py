@@ -50,7 +50,7 @@ def test_a_hit_ends_a_pause_and_the_next_one_is_short_again():
     trial.hit(1)
     assert trial.is_storing
     # The hit counts for the trial that it begins, and is too few.
-    assert evict(trial, BLOCKS) == BLOCKS - 1
+    assert evict(trial, BLOCKS) == BLOCKS
     assert evict(trial, FIRST_PAUSE * BLOCKS) == 0
     assert evict(trial, BLOCKS) > 0
 
