@@ -200,7 +200,9 @@ def _stop_before_moving_partial_blocks(context: ControllerContext, target: int) 
     if not moves_more or history.has_moved_partial:
         return target
     stay = [index for index in context.choices() if ladder[index].partial_blocks_resident]
-    if stay and stay[-1] > here:
+    if not stay or not stay[-1]:
+        return target  # no layer may be far otherwise
+    if stay[-1] > here:
         return stay[-1]
     is_known = history.current.count >= context.tuning.min_records
     return target if is_known else here
