@@ -127,10 +127,8 @@ def _apply(
     history = move.history
     if move.level_idx != level_idx:
         decision = Decision(level_idx=move.level_idx, reason=move.reason)
-        current, before = history.current, history.came_from
+        current = history.current
         is_fair = current.count >= tuning.min_records and current.level_idx == level_idx
-        if not is_fair and before is not None and _goes_on(before, level_idx, move, levels):
-            current, is_fair = before, True
         history = replace(
             history,
             stalled_windows=0,
@@ -146,18 +144,4 @@ def _apply(
         window=NO_STEPS,
         window_steps=tuning.ramp_steps if history.is_ramping else tuning.window_steps,
         history=history,
-    )
-
-
-def _goes_on(before: Record, level_idx: int, move: Move, levels: KvLevels) -> bool:
-    """Return whether the level goes on rising since partial blocks began to move.
-
-    It is compared with the last level before that, as the first one behind it gains the least.
-    """
-    ladder = levels.ladder
-    is_moving = not ladder[level_idx].partial_blocks_resident
-    return (
-        is_moving
-        and ladder[before.level_idx].partial_blocks_resident
-        and move.level_idx > level_idx
     )

@@ -11,8 +11,7 @@ The first rule that applies decides:
 | the baseline   | (far pages on storage)                        |                                 |
 | evaluate       | enough samples of this level and the previous | back, if the lower was as good  |
 | grow           | requests are blocked, no stall, the link can  | up: 3, 5, 9, 17 ..., at last by |
-|                | serve it, and requests would use the blocks   | one; at once to what worked;    |
-|                |                                               | partial blocks move last        |
+|                | serve it, and requests would use the blocks   | one; at once to what worked     |
 | release unused | nothing was blocked for long, the blocks fit  | down to what fits               |
 | try lower      | long under pressure, the blocks fit           | down by a tenth, then evaluate  |
 
@@ -123,14 +122,9 @@ def _evaluate(context: ControllerContext) -> Move | None:
             return None
         if not before.is_as_good_as(current, tuning.same):
             return Move(context.level_idx, "", replace(history, came_from=None))
-        if before.level_idx not in context.choices():
+        if before.level_idx not in context.choices() or not context.fits_now(before.level_idx):
             return None
-        # To preempt requests it must be clear.
-        is_clear = current.is_worse_than(before, tuning.same)
-        if not is_clear and not context.fits_now(before.level_idx):
-            return None
-        ceiling = context.next_ceiling(context.level_idx, None)
-        history = replace(history, ceiling=ceiling, has_moved_partial=False)
+        history = replace(history, ceiling=context.next_ceiling(context.level_idx, None))
         return Move(before.level_idx, "no faster than lower", history)
     if is_done and current.is_as_good_as(before, tuning.same):
         history = replace(
@@ -177,35 +171,8 @@ def _grow(context: ControllerContext) -> Move | None:
     if history.is_ramping:
         bound = max(context.level_idx + history.stride, history.good_level_idx)
     target = max((index for index in higher if index <= bound), default=higher[0])
-    target = _stop_before_moving_partial_blocks(context, target)
-    if target == context.level_idx:
-        return Move(target, "", replace(history, is_ramping=False))
     reason = f"{window.blocked_steps} of {window.steps} steps blocked"
-    moves_partial = not context.levels.ladder[target].partial_blocks_resident
-    has_moved = history.has_moved_partial or moves_partial
-    return Move(
-        target, reason, replace(history, stride=2 * history.stride, has_moved_partial=has_moved)
-    )
-
-
-def _stop_before_moving_partial_blocks(context: ControllerContext, target: int) -> int:
-    """Return the target, or the last level before partial blocks move, if it is not known yet.
-
-    Partial blocks move in every step, which may cost more than their pages are worth. So the
-    throughput without that is known before it is tried first. The two are compared where the level
-    stays in the end.
-    """
-    ladder, here, history = context.levels.ladder, context.level_idx, context.history
-    moves_more = ladder[here].partial_blocks_resident and not ladder[target].partial_blocks_resident
-    if not moves_more or history.has_moved_partial:
-        return target
-    stay = [index for index in context.choices() if ladder[index].partial_blocks_resident]
-    if not stay or not stay[-1]:
-        return target  # no layer may be far otherwise
-    if stay[-1] > here:
-        return stay[-1]
-    is_known = history.current.count >= context.tuning.min_records
-    return target if is_known else here
+    return Move(target, reason, replace(history, stride=2 * history.stride))
 
 
 def _release_unused(context: ControllerContext) -> Move | None:

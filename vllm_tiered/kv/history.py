@@ -51,7 +51,6 @@ class History:
     patience: int = 0
     release_age: int | None = None  # age at which unused blocks were released
     good_level_idx: int = 0  # the last level that ran under pressure without stall
-    has_moved_partial: bool = False  # a level at which partial blocks move was not given up
     ceiling: Ceiling | None = None
     sample: Window = NO_STEPS
     fill_steps: int = 0  # steps until samples count, as the batch still adapts to the level
