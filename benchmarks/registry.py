@@ -173,6 +173,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.relufied_io",
         ),
         Benchmark(
+            name="ffn_ladder",
+            summary="a trained model under memory limits: each engine and format at its best",
+            module="benchmarks.suites.ffn.ladder",
+        ),
+        Benchmark(
             name="ffn_trained",
             summary="a trained SwiGLU model: memory, speed, divergence and HumanEval by format",
             module="benchmarks.suites.ffn.trained",

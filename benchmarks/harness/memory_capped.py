@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.memory_limit import run_limited
 from benchmarks.harness.out_of_core import KV_BLOCK_TOKENS
 from benchmarks.harness.runner import MeasurementError
 from benchmarks.peers import PREFIX
-from benchmarks.peers.shapes import Shape
 
 MARGIN_BYTES = 96 << 20
 """Kept free between the limit and our plan: buffers, and allocations that grow a little in use."""
@@ -40,6 +39,13 @@ _EMPTY_MODEL = {
 }
 
 
+class HasKv(Protocol):
+    """Sizes of a model that has KV."""
+
+    @property
+    def kv_token_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """Load of `batch` requests, the i-th with `prompt_tokens` + i * `prompt_step` tokens."""
@@ -50,7 +56,7 @@ class Load:
     prompt_step: int = 0
     threads: int = 2
 
-    def kv_bytes(self, shape: Shape) -> int:
+    def kv_bytes(self, shape: HasKv) -> int:
         """Return the KV bytes of all requests in whole blocks, with vLLM's null block."""
         blocks = 1
         for index in range(self.batch):

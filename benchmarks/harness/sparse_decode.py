@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--trace", type=Path, help="file for the experts of each step")
-    parser.add_argument("--random-tokens", action="store_true", help="take tokens at random")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompt-file", type=Path, help="JSON list of one request's token ids")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -50,7 +51,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm_tiered.adapter.telemetry import manifest
 
     recorder = Recorder() if args.trace else None
-    longest = args.prompt_tokens + (args.batch - 1) * args.prompt_step
+    given: list[int] = json.loads(args.prompt_file.read_text("utf-8")) if args.prompt_file else []
+    lengths = [args.prompt_tokens + index * args.prompt_step for index in range(args.batch)]
+    longest = len(given) or max(lengths)
     llm = LLM(
         model=str(args.model),
         dtype=args.dtype,
@@ -65,14 +68,15 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         additional_config={"tiered": {"kv": {"enabled": False}, **args.tiered}},
     )
     started = time.perf_counter() - start
-    # The text of random weights soon repeats itself; at this temperature their logits are alike.
-    temperature = 2.0 if args.random_tokens else 0.0
     sampling = SamplingParams(
-        temperature=temperature, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False
+        temperature=args.temperature,
+        max_tokens=args.new_tokens,
+        ignore_eos=True,
+        detokenize=False,
     )
     engine = llm.llm_engine
-    for index in range(args.batch):
-        ids = _prompt(args.prompt_tokens + index * args.prompt_step, llm)
+    for index, length in enumerate(lengths):
+        ids = given or _prompt(length, llm)
         engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
     worker_hooks.drain_metrics()
     begin = time.perf_counter()

@@ -25,6 +25,7 @@ from typing import Any
 
 PREFIX = "PEER "
 LLAMA_BENCH = "llama_bench"  # next to the interpreter of the peers' environment
+MODEL_FILE = "model.gguf"  # what llama.cpp maps
 
 _VERSIONS = """
 import importlib.metadata as m, json, sys

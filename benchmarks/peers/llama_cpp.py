@@ -6,8 +6,9 @@ same sizes (layer norms with biases, learned positions, one FFN of two matrices)
 matrices are those of the model folder; the activation is GELU instead of ReLU, so the text differs.
 Llama, Qwen2, OLMoE and Qwen3-MoE have graphs of their own; a layer's experts are one tensor for
 each of their three matrices. Matrices in 4 bit become Q4_0: the same codes and scales in another
-order. Llama's graph turns neighbouring rows of queries and keys together, so these are interleaved.
-Norms, biases, positions and routers are float32, as llama.cpp's own converter stores them.
+order. Llama's graph turns neighbouring rows of queries and keys together, so these are interleaved;
+it has SiLU, so the text of a model with a ReLU differs. Norms, biases, positions and routers are
+float32, as llama.cpp's own converter stores them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peers import LLAMA_BENCH
+from benchmarks.peers import LLAMA_BENCH, MODEL_FILE
 from benchmarks.peers.checkpoint import Checkpoint, to_float32
 from benchmarks.peers.contender import FIRST_ID, ID_STEP, parse_arguments
 
 _POSITION_OFFSET = 2  # rows of OPT's position table that no token uses
-_FILE_NAME = "model.gguf"
 _Q4_BYTES = 18
 
 
@@ -169,7 +169,8 @@ def _llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, _Tensor]]:
             ]
             yield f"{block}ffn_{which}_exps.weight", _Tensor(experts, True, is_int4=is_int4)
     yield "output_norm.weight", _Tensor(["model.norm.weight"])
-    yield "output.weight", _Tensor(["lm_head.weight"])
+    if not config["tie_word_embeddings"]:
+        yield "output.weight", _Tensor(["lm_head.weight"])
 
 
 def _shape(checkpoint: Checkpoint, tensor: _Tensor) -> tuple[int, ...]:
@@ -190,10 +191,10 @@ def _skipped(tensor: _Tensor) -> int:
 
 def _data(checkpoint: Checkpoint, tensor: _Tensor) -> npt.NDArray[Any]:
     if tensor.is_int4:
-        matrices = [_interleaved(_q4(checkpoint, name), tensor.heads) for name in tensor.sources]
+        matrices = [interleaved(_q4(checkpoint, name), tensor.heads) for name in tensor.sources]
         return np.stack(matrices) if tensor.is_stack else matrices[0]
     parts = [
-        _interleaved(checkpoint[name][_skipped(tensor) :], tensor.heads) for name in tensor.sources
+        interleaved(checkpoint[name][_skipped(tensor) :], tensor.heads) for name in tensor.sources
     ]
     if tensor.is_stack:
         return np.stack(parts)
@@ -201,7 +202,7 @@ def _data(checkpoint: Checkpoint, tensor: _Tensor) -> npt.NDArray[Any]:
     return to_float32(bits) if tensor.is_float32 or bits.ndim == 1 else bits
 
 
-def _interleaved(matrix: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+def interleaved(matrix: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Return a matrix with the first half of each head's rows between those of the second."""
     if not heads:
         return matrix
@@ -238,7 +239,7 @@ def source_version(program: Path) -> str:
 def main() -> None:
     """Convert, or exec the program, so that no Python takes part of the memory limit."""
     arguments = parse_arguments(__doc__)
-    target = arguments.work / _FILE_NAME
+    target = arguments.work / MODEL_FILE
     if arguments.prepare:
         if not target.is_file():
             convert(arguments.model, target)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness.cache import REPO_ROOT
 from benchmarks.harness.runner import MeasurementError
-from benchmarks.peers import LLAMA_BENCH, PREFIX, available, command
+from benchmarks.peers import LLAMA_BENCH, MODEL_FILE, PREFIX, available, command
 from benchmarks.peers.contender import FIRST_ID, ID_STEP
 
 PROGRAM = "llama_formats"
@@ -38,9 +38,12 @@ def missing(python: str) -> str | None:
 def quantised(python: str, model: Path, work: Path, name: str, threads: int) -> Path:
     """Write the model in llama.cpp's format `name`, once, and return the file.
 
+    Args:
+        name: "" for the model's own 16 bit.
+
     Raises MeasurementError if llama.cpp cannot.
     """
-    target = work / f"{name}.gguf"
+    target = work / (f"{name}.gguf" if name else MODEL_FILE)
     if target.is_file():
         return target
     prepare = command(
@@ -55,9 +58,11 @@ def quantised(python: str, model: Path, work: Path, name: str, threads: int) -> 
         prepare=True,
     )
     _output(prepare)
+    if not name:
+        return target
     staging = target.with_suffix(".part")
     program = str(Path(python).parent / PROGRAM)
-    _output([program, "quantise", str(work / "model.gguf"), str(staging), name, str(threads)])
+    _output([program, "quantise", str(work / MODEL_FILE), str(staging), name, str(threads)])
     return staging.rename(target)
 
 

@@ -19,7 +19,13 @@ from tests.e2e.faults import flipping_device, walk
 from tests.e2e.harness import engine, generate, metric
 from tests.e2e.script_start import quicken
 
-METRICS = ("kv_recomputed_requests", "kv_level_changes", "kv_far_bytes", "kv_near_bytes")
+METRICS = (
+    "tiered_kv_recomputed_requests",
+    "tiered_kv_level_changes",
+    "tiered_kv_far_bytes",
+    "tiered_kv_near_bytes",
+    "external_prefix_cache_hits",
+)
 
 
 def damage_first_stage(monkeypatch: pytest.MonkeyPatch, flips: list[int]) -> None:
@@ -59,7 +65,7 @@ def run(
             tokens = [generate(llm, prompts, num_tokens) for _ in range(2)]
             states = llm.collective_rpc("tiered_state")
             is_active = states[0]["kv"]["state"] == "on"
-            metrics = {name: metric(f"tiered_{name}") for name in METRICS if is_active}
+            metrics = {name: metric(name) for name in METRICS if is_active}
     return {
         "tokens": tokens,
         "kv": [state["kv"] for state in states],

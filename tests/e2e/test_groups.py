@@ -67,16 +67,19 @@ def test_the_layers_between_spare_a_staging_buffer() -> None:
     assert kv["near_only_layers"] == 6
 
 
-@pytest.mark.parametrize("model", FULL_LAYERS)
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [*((model, "interleave") for model in FULL_LAYERS), ("gemma3", "blocks")],
+)
 @pytest.mark.parametrize("delays", [False, True])
-def test_a_walk_over_all_levels(model, delays, monkeypatch) -> None:
+def test_a_walk_over_all_levels(model, policy, delays, monkeypatch) -> None:
     """With delays, copies are late, and pages hold poison until they arrive and once freed."""
     walk(monkeypatch, seed=3, steps_per_level=2)
     poison_freed_pages(monkeypatch)
     if delays:
         monkeypatch.setattr(worker, "make_device", lambda: DelayedDevice(0, 2e-3))
     options = tight(model) | {"enable_prefix_caching": model not in NO_CACHING}
-    with engine(model, {}, **options) as llm:
+    with engine(model, {"policy": policy}, **options) as llm:
         first = generate(llm, PROMPTS, 60)
         second = generate(llm, PROMPTS, 60)
         assert metric("tiered_kv_level_changes") > 5

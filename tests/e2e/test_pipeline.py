@@ -57,18 +57,32 @@ def test_a_damaged_page_of_the_first_stage_is_computed_anew() -> None:
         assert kv["counters"]["kv_read_bytes"] > 0
     assert first["counters"]["kv_lost_blocks"] >= 1
     assert last["counters"].get("kv_lost_blocks", 0) == 0
-    assert found["metrics"]["kv_recomputed_requests"] >= 1
-    assert found["metrics"]["kv_near_bytes"] == first["near_bytes"] + last["near_bytes"]
+    assert found["metrics"]["tiered_kv_recomputed_requests"] >= 1
+    assert found["metrics"]["tiered_kv_near_bytes"] == first["near_bytes"] + last["near_bytes"]
 
 
 def test_levels_change_under_two_batches_in_flight() -> None:
     expected = vllm_tokens("deep", PROMPTS, TOKENS)
     (found,) = serve({"kv": {"far_gib": 1.0}, "walk": 3})
     assert found["tokens"] == [expected, expected]
-    assert found["metrics"]["kv_level_changes"] >= 4
+    assert found["metrics"]["tiered_kv_level_changes"] >= 4
     first, last = found["kv"]
     assert first["far_layers"] == last["far_layers"]
     assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
+
+
+@pytest.mark.parametrize("flips", [[], [60]])
+def test_each_stage_stores_its_layers_of_a_prefix(flips) -> None:
+    """The second pass reads what the first one's requests evicted from each other."""
+    expected = vllm_tokens("deep", PROMPTS, TOKENS)
+    options = {"enable_prefix_caching": True, "kv_cache_memory_bytes": 6 << 20}
+    store = {"expansion": 1.5, "prefix_store": True, "far_gib": 0.5, "verify": "full"}
+    (found,) = serve({"kv": store, "flips": flips, "arguments": options})
+    assert found["tokens"] == [expected, expected]
+    assert found["metrics"]["external_prefix_cache_hits"] >= 64
+    assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
+    is_damaged = found["metrics"]["tiered_kv_recomputed_requests"] > 0
+    assert is_damaged == bool(flips)
 
 
 @pytest.mark.parametrize("partition", ["13,17", "17,13"])
@@ -85,7 +99,7 @@ def test_unequal_stages_follow_the_plan_of_the_largest(partition) -> None:
         assert first["far_layers"] == last["far_layers"]
         assert first["near_bytes"] == last["near_bytes"]
         assert all(kv["counters"]["kv_read_bytes"] > 0 for kv in found["kv"])
-    assert walked["metrics"]["kv_level_changes"] >= 4
+    assert walked["metrics"]["tiered_kv_level_changes"] >= 4
     assert [kv["far_layers"] for kv in fixed["kv"]] == [11, 11]
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks in processes, the engine in this one: each part gives vLLM's tokens of one rank."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.e2e import harness
 from tests.e2e.harness import (
     engine,
     generate,
@@ -14,7 +17,9 @@ from tests.e2e.harness import (
     random_prompts,
     vllm_tokens,
 )
+from tests.fixtures.four_bit_grid import put_ffns_on_grid
 from vllm_tiered.ffn.layout import Precision, bundle_stride
+from vllm_tiered.ffn.prepare.pipeline import prepare
 
 PROMPTS = random_prompts(8, seed=40)
 KV_OFF = {"enabled": False}
@@ -58,6 +63,30 @@ def test_ffn(two_ranks, tmp_path: Path) -> None:
         ahead = 2 * store.shape.num_layers * shard_bytes
         read = metric("tiered_ffn_storage_bytes")
         assert layers * shard_bytes <= read <= layers * shard_bytes + ahead
+
+
+@pytest.mark.slow
+def test_sparse_steps_of_an_ffn(two_ranks, tmp_path: Path, monkeypatch) -> None:
+    """Each rank's shard of the predictor names its own neurons, and they are the active ones."""
+    shutil.copytree(model_path("llama3-relu"), tmp_path / "model")
+    put_ffns_on_grid(tmp_path / "model")
+    monkeypatch.setitem(harness.PATHS, "llama3-on-grid", str(tmp_path / "model"))
+    prepare(tmp_path / "model", tmp_path / "store", dtype=torch.float32)
+    ffn = {
+        "store": str(tmp_path / "store"),
+        "mix": [1, 0, 0],
+        "deterministic": True,
+        "far_gib": 0,
+    }
+    with engine("llama3-on-grid", KV_OFF, **two_ranks) as llm:
+        expected = generate(llm, PROMPTS[:1])
+    with engine("llama3-on-grid", {"expansion": 1.0}, ffn=ffn, **two_ranks) as llm:
+        assert generate(llm, PROMPTS[:1]) == expected
+        steps = metric("tiered_ffn_sparse_steps")
+        assert steps == 2 * 3 * 39, "of both ranks, in 3 layers"
+        named = (metric("tiered_ffn_hits") + metric("tiered_ffn_misses")) / steps
+        (of_rank, _) = [state["ffn"]["neurons"] for state in llm.collective_rpc("tiered_state")]
+    assert 0 < named < 0.7 * of_rank, "the rest is inactive"
 
 
 @pytest.mark.slow

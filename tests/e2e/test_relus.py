@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from vllm.model_executor.custom_op import op_registry_oot
 
 from tests.e2e import harness
-from tests.e2e.harness import engine, generate, model_path, random_prompts, run
+from tests.e2e.harness import engine, generate, metric, model_path, random_prompts, run
+from tests.fixtures.four_bit_grid import put_ffns_on_grid
 from vllm_tiered.adapter.ffn import relus
 from vllm_tiered.errors import ConfigError
 from vllm_tiered.ffn.prepare.pipeline import prepare
@@ -34,28 +34,21 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def models(tmp_path_factory):
-    """Make each body with each activation, and with FFNs large enough to show in the tokens."""
+    """Make each body with each activation, and with FFNs large enough to show in the tokens.
+
+    Gate and up lie on the 4-bit grid, so that a predictor in 4 bit names exactly the active ones.
+    """
     for body in ("llama3", "mistral"):
         for name, changed in ACTIVATIONS.items():
             folder = tmp_path_factory.mktemp(f"{body}-{name}") / "model"
             shutil.copytree(model_path(body), folder)
-            for path in folder.glob("*.safetensors"):
-                _enlarge_ffns(path)
+            put_ffns_on_grid(folder)
             path = folder / "config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | changed))
             harness.PATHS[f"{body}-{name}"] = str(folder)
     yield
     for name in [name for name in harness.PATHS if name.partition("-")[2] in ACTIVATIONS]:
         del harness.PATHS[name]
-
-
-def _enlarge_ffns(path: Path) -> None:
-    tensors = load_file(path)
-    save_file(
-        {name: one * 8 if ".mlp." in name else one for name, one in tensors.items()},
-        path,
-        metadata={"format": "pt"},
-    )
 
 
 @cache
@@ -153,6 +146,22 @@ def test_neurons_from_a_store_give_the_same_tokens(tmp_path, activation):
     found = run(model, PROMPTS, KV_OFF, ffn=ffn, max_tokens=MAX_TOKENS)
     assert found.tokens == expected("llama3", activation)
     assert found.manifest["ffn"]["cache_rows"] == {"full": [0] * 3}, "all are streamed"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sparse_steps_give_the_same_tokens(tmp_path, activation):
+    model, store = f"llama3-{activation}", tmp_path / "store"
+    prepare(Path(model_path(model)), store, dtype=torch.float32)
+    ffn = {"store": str(store), "mix": [1, 0, 0], "deterministic": True, "far_gib": 0}
+    with engine(model, {"expansion": 1.0}, ffn=ffn) as llm:
+        assert [generate(llm, [one], MAX_TOKENS)[0] for one in PROMPTS] == expected(
+            "llama3", activation
+        )
+        steps = metric("tiered_ffn_sparse_steps")
+        assert steps == len(PROMPTS) * 3 * (MAX_TOKENS - 1), "all but the prompts, in 3 layers"
+        named = (metric("tiered_ffn_hits") + metric("tiered_ffn_misses")) / steps
+        (state,) = llm.collective_rpc("tiered_state")
+    assert 0 < named < 0.7 * state["ffn"]["neurons"], "the rest is inactive"
 
 
 def test_a_store_with_another_activation_than_the_models_is_refused(tmp_path):

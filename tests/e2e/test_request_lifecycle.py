@@ -166,24 +166,3 @@ def test_prefix_cache_reset_under_load() -> None:
                 assert scheduler.reset_prefix_cache(reset_running_requests=True)
                 assert not scheduler.connector._scheduler.elastic.reserved
         assert [finished[number] for number in range(8)] == expected
-
-
-def test_streamed_sessions_are_aborted_when_scheduled_ahead() -> None:
-    from types import SimpleNamespace
-
-    with engine("llama3", {"expansion": 1.0}) as llm:
-        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-        request = SimpleNamespace(request_id="a", resumable=True, abort_immediately=False)
-        connector.on_new_request(request)
-        assert not request.abort_immediately  # the plugin is inactive
-    with engine("deep", {"expansion": 2.0}, kv_cache_memory_bytes=64 << 20) as llm:
-        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-        assert not connector._schedules_ahead  # vLLM never does on CPUs
-        for ahead in (False, True):
-            connector._schedules_ahead = ahead
-            for resumable in (False, True):
-                request = SimpleNamespace(
-                    request_id="a", resumable=resumable, abort_immediately=False, num_tokens=1
-                )
-                connector.on_new_request(request)
-                assert request.abort_immediately is (resumable and ahead)

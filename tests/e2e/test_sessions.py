@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.faults import flipping_device
 from tests.e2e.harness import Tokens, engine, random_prompts
-from vllm_tiered.adapter.kv import worker
+from vllm_tiered.adapter.kv import load_errors, worker
 
 MIB = 1 << 20
 SESSIONS: dict[str, Any] = {"enable_prefix_caching": True, "async_scheduling": False}
@@ -95,6 +95,34 @@ def test_sessions_where_the_plugin_is_off() -> None:
         with engine("llama3", kv, **SESSIONS) as llm:
             stories.append(list(session_with_another(Turns(llm), lambda: None)))
     assert stories[0] == stories[1]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_turn_starts_over_if_steps_are_scheduled_ahead(caching, monkeypatch) -> None:
+    """vLLM schedules no steps ahead on a CPU, so the connector is told that it does."""
+    options = SESSIONS | {"enable_prefix_caching": caching}
+    turns = [(name, tokens_of(50 + seed, 70)) for seed, name in enumerate("abcabcab")]
+    with engine("deep", **options) as llm:
+        expected = turn_by_turn(llm, turns)
+    begun: list[str] = []
+    start_over = load_errors._start_over
+
+    def record(scheduler: Any, session: Any) -> None:
+        begun.append(session.request_id)
+        start_over(scheduler, session)
+        assert not scheduler.kv_cache_manager.get_block_ids(session.request_id)[0]
+
+    monkeypatch.setattr(load_errors, "_start_over", record)
+    with engine(
+        "deep", {"expansion": 2.0}, kv_cache_memory_bytes=48 * MIB, max_model_len=448, **options
+    ) as llm:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        connector.schedules_ahead = True
+        assert turn_by_turn(llm, turns) == expected
+        (state,) = llm.collective_rpc("tiered_state")
+        assert state["kv"]["counters"]["kv_read_bytes"] > 0
+        connector._scheduler.elastic.check_integrity()
+    assert begun == list("abcab"), "every turn but the first"
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a neuron store: make the runtime of an FFN from its configuration."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -171,13 +171,16 @@ def searched_mix(store: NeuronStore) -> Mix:
         ) from error
 
 
-def perplexities(store: NeuronStore) -> dict[tuple[float, ...], float]:
+def perplexities(
+    store: NeuronStore, of: Literal["candidates", "plain"]
+) -> dict[tuple[float, ...], float]:
     """Return the perplexities that `prepare` measured on calibration text, by mix; none if none.
 
-    The mixes are those of the search, and all neurons in one precision.
+    Args:
+        of: the search's mixes of the neurons that are predicted to be active, or all neurons in one
+            precision.
     """
-    found = _read_json(store, MIX_FILE) or {}
-    tried = [*found.get("candidates", ()), *found.get("plain", ())]
+    tried = (_read_json(store, MIX_FILE) or {}).get(of, ())
     return {tuple(one["mix"]): float(one["perplexity"]) for one in tried if "perplexity" in one}
 
 

@@ -88,18 +88,19 @@ def costs(config: FfnConfig, *, has_index: bool = False) -> list[FfnCost]:
     with NeuronStore.open(Path(config.store)) as store:
         predictors = [] if config.exact else load_predictors(store)
         plan = make_plan(config, store, predictors, num_ranks=1, has_index=has_index)
-        known = perplexities(store)
+        of_all, of_named = perplexities(store, "plain"), perplexities(store, "candidates")
         shape = store.shape
         found = [
             FfnCost(
                 name,
                 shape.num_layers * shape.neurons * _neuron_bytes(store, precision),
-                known.get(mix.shares),
+                of_all.get(mix.shares),
             )
             for (precision, name), mix in zip(_NAMES.items(), PLAIN, strict=True)
             if precision in (Precision.FULL, *store.precisions)
         ]
-    quality = known.get(ALL.shares if plan.mix is None else plan.mix.shares)
+    mix = plan.mix
+    quality = of_all.get(ALL.shares) if mix is None else of_named.get(mix.shares)
     return [*found, FfnCost(OURS, plan.near_bytes, quality)]
 
 

@@ -79,7 +79,9 @@ def vllm_command(
     load = settings.load(batch)
     kv_bytes = load.kv_bytes(MIXTURES[settings.shape])
     tiered = None if experts is None else {"experts": dict(experts)}
-    return memory_capped.decode_command(load, model, kv_bytes, tiered, "--random-tokens")
+    # The text of random weights soon repeats itself; at this temperature their logits are alike.
+    at_random = ("--temperature", "2.0")
+    return memory_capped.decode_command(load, model, kv_bytes, tiered, *at_random)
 
 
 def stored(store: Path) -> dict[str, Any]:

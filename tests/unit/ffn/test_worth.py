@@ -63,8 +63,12 @@ def test_what_the_user_asked_for_is_done(store: str, asked: dict[str, Any]) -> N
 
 def test_other_formats_are_beside_it_with_their_quality(store: str, monkeypatch) -> None:
     """Codes of 3 rows of 128 weights; a scale of 2 bytes for each row in 8 bit, and for 32 in 4."""
-    known = {ALL.shares: 7.5, (0, 1, 0): 7.6, (0.25, 0.25, 0.5): 7.55}
-    monkeypatch.setattr(worth, "perplexities", lambda _: known)
+    # The same mix of all neurons, and of those that are predicted to be active.
+    known = {
+        "plain": {ALL.shares: 7.5, (0, 1, 0): 7.6, (0.25, 0.25, 0.5): 1.0},
+        "candidates": {ALL.shares: 1.0, (0, 1, 0): 1.0, (0.25, 0.25, 0.5): 7.55},
+    }
+    monkeypatch.setattr(worth, "perplexities", lambda _, of: known[of])
     dense, in_8_bit, in_4_bit, ours = costs(FfnConfig(store=store))
     neurons = 4 * 512
     assert (dense.near_bytes, dense.perplexity) == (neurons * 3 * 128 * 4, 7.5)

@@ -21,7 +21,6 @@ from vllm_tiered.adapter.kv.far_dtype import page_format
 from vllm_tiered.adapter.kv.groups import KvGroups, read_groups
 from vllm_tiered.adapter.kv.stages import (
     common_stack,
-    count_stages,
     find_stage_obstacle,
     largest_stage,
 )
@@ -283,8 +282,6 @@ def _find_prefix_obstacle(vllm_config: Any, groups: KvGroups) -> str | None:
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off (--enable-prefix-caching)"
-    if count_stages(vllm_config) > 1:
-        return "the stages of a pipeline do not store prefixes yet"
     if groups.resident:
         return "a prefix also needs what the model's windows or recurrent states keep"
     if groups.stack.num_draft:

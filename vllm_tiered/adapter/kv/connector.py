@@ -77,7 +77,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         report_path = config.report.path
         self._plan = plan
         self._world_size = parallel.world_size
-        self._schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._is_scheduler = role is KVConnectorRole.SCHEDULER
         self._begins_early = bool(vllm_config.use_v2_model_runner)
         self._begun: KVConnectorMetadata | None = None  # of the step whose plan is applied
@@ -143,19 +143,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return (hits.match(request, num_computed_tokens) if hits else 0), False
 
     def on_new_request(self, request: Any) -> None:
-        """Track a request, but abort a session of streamed input under asynchronous scheduling.
-
-        Between turns vLLM drops a token. An asynchronous step may already have put it into a block,
-        filled the block and written it out. Continuing in such a block is not supported.
-        """
-        if self._scheduler and request.resumable and self._schedules_ahead:
-            logger.error(
-                "tiered kv: request %s streams its input, which KV swapping supports only with "
-                "--no-async-scheduling: aborted",
-                request.request_id,
-            )
-            request.abort_immediately = True
-        elif self._scheduler:
+        if self._scheduler:
             self._scheduler.begin_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -19,6 +19,11 @@ it are given up. A request that cannot be served any more ends with an error. Th
 A session that waits for its client's next input holds blocks too. It starts over when the input
 comes. It cannot start over earlier, as until then vLLM uses its number of computed tokens to decide
 which output tokens belong to it.
+
+With asynchronous scheduling every turn of a session starts over. Between turns vLLM drops a token.
+A step that was scheduled ahead may already have put it into a block, filled the block and written
+it out, and a page in the far tier cannot be continued. What the prefix cache has is not computed
+again.
 """
 
 import logging
@@ -91,15 +96,17 @@ def _handle_invalid_blocks(
 def _update_request_as_session(
     original: Any, scheduler: Any, session: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Start a postponed session over when its next input comes."""
+    """Start a session over when its next input comes, if it was postponed or scheduled ahead."""
     from vllm_tiered.adapter.kv.multi_connector import find_tiered
 
     original(scheduler, session, *args, **kwargs)
     connector = find_tiered(scheduler.connector)
     if connector is not None:
         recomputes = connector.recomputes
-        if recomputes is not None and session.request_id in recomputes.postponed:
-            recomputes.postponed.remove(session.request_id)
+        if recomputes is None:
+            return
+        if connector.schedules_ahead or session.request_id in recomputes.postponed:
+            recomputes.postponed.discard(session.request_id)
             _start_over(scheduler, session)
 
 

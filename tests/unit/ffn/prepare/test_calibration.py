@@ -98,7 +98,8 @@ def test_calibrated(model, kind, text, tmp_path):
     plain = {tuple(one["mix"]): one["perplexity"] for one in mix["plain"]}
     assert list(plain) == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     assert len({*plain.values()}) == 3, "each precision was computed"
-    assert plain.items() <= perplexities(store).items()
+    assert perplexities(store, "plain") == plain
+    assert perplexities(store, "candidates").keys() == tried.keys()
     assert active_shares(store) == held_shares(store, FfnConfig(store=str(out))) == shares
     held = held_shares(store, FfnConfig(store=str(out), cache="window", window=6))
     for layer, (share, more) in enumerate(zip(shares, held, strict=True)):
