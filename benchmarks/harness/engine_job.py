@@ -16,14 +16,17 @@ from benchmarks.harness.runner import MeasurementError, engine_environment
 _ANSWER = "ANSWER "
 
 
-def ask(module: str, job: Mapping[str, Any], *, threads: int, timeout_s: int) -> dict[str, Any]:
-    """Return the answer of a module that is run as a program, with the plugin, for a job.
+def ask(
+    module: str, job: Mapping[str, Any], *, threads: int, timeout_s: int, tiered: bool = True
+) -> dict[str, Any]:
+    """Return the answer of a module that is run as a program for a job.
 
     Args:
         module: reads the job with :func:`given`, and calls :func:`answer` once.
         job: JSON-safe.
         threads: of the engine.
         timeout_s: longest time in seconds.
+        tiered: with the plugin.
 
     Raises:
         MeasurementError: the program failed, or gave no answer.
@@ -31,7 +34,7 @@ def ask(module: str, job: Mapping[str, Any], *, threads: int, timeout_s: int) ->
     finished = subprocess.run(
         [sys.executable, "-m", module],
         input=json.dumps(job),
-        env=engine_environment(os.environ, tiered=True, threads=threads),
+        env=engine_environment(os.environ, tiered=tiered, threads=threads),
         cwd=REPO_ROOT,
         capture_output=True,
         text=True,

@@ -61,6 +61,7 @@ class StepWork:
         filled_blocks: these, and those that decoding filled in the step before.
         has_same_blocks: requests hold the blocks that they held in the step before.
         fetched_blocks: blocks of prefix hits, which the step's layers read from the far tier.
+        is_prefill: a prompt is computed for the first time.
     """
 
     num_requests: int
@@ -74,6 +75,7 @@ class StepWork:
     filled_blocks: int
     has_same_blocks: bool
     fetched_blocks: int = 0
+    is_prefill: bool = False
 
 
 class CountedBlocks:
@@ -155,6 +157,7 @@ class SimulatedScheduler:
         self._step = 0
         self._has_same_blocks = False
         self._prefilled_blocks = self._decoded_blocks = 0  # filled since the step before
+        self._is_prefill = False
 
     @property
     def used_blocks(self) -> int:
@@ -178,6 +181,7 @@ class SimulatedScheduler:
         """Plan one step and count it as run; a request must be running or waiting."""
         self._step += 1
         preempted_before = self.num_preempted
+        self._is_prefill = False
         self._extend_decoding()
         budget = self._max_batched_tokens - self._num_decoding
         prefill_tokens, context = self._extend_prefilling(budget)
@@ -209,6 +213,7 @@ class SimulatedScheduler:
             filled_blocks=prefilled + decoded,
             has_same_blocks=has_same_blocks,
             fetched_blocks=fetched,
+            is_prefill=self._is_prefill,
         )
 
     def end_step(self, now_s: float) -> None:
@@ -259,6 +264,7 @@ class SimulatedScheduler:
             if not self._take(request, more):
                 continue
             self._prefilled_blocks += self._full_blocks(request, chunk)
+            self._is_prefill |= not request.epoch
             request.computed += chunk
             tokens += chunk
             context += request.computed
@@ -325,6 +331,7 @@ class SimulatedScheduler:
             request.computed = hits
             self._fetched_blocks += self._hit_blocks(request)
             self._prefilled_blocks += self._full_blocks(request, chunk)
+            self._is_prefill |= not request.epoch
             request.computed += chunk
             request.blocks = count
             self._has_same_blocks = False

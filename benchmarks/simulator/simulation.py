@@ -202,6 +202,7 @@ class _Simulation:
                 used_blocks=work.used_blocks,
                 num_partial=scheduler.elastic.num_partial,
                 needed_blocks=self._needed_blocks(),
+                is_prefill=work.is_prefill,
             )
             self._control(signals, now)
         return now

@@ -9,8 +9,8 @@ import pytest
 from tests.e2e.faults import flipping_device, poison_freed_pages, walk
 from tests.e2e.harness import engine, generate, metric, random_prompts, run, vllm_tokens
 from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import adaptive, worker
 from vllm_tiered.adapter.kv import resident_groups as hooks
+from vllm_tiered.adapter.kv import scheduler, worker
 from vllm_tiered.devices.cpu import CpuDevice
 from vllm_tiered.kv.near_pages import NearPages
 from vllm_tiered.kv.state_columns import StateColumns
@@ -90,8 +90,8 @@ def test_a_walk_over_all_levels(model, policy, delays, monkeypatch) -> None:
 @pytest.mark.parametrize("model", FULL_LAYERS)
 def test_grows_when_requests_wait(model, monkeypatch) -> None:
     """Here at once; otherwise it first measures the throughput without far layers."""
-    assert adaptive.STORAGE_TUNING.base_records > 0
-    monkeypatch.setattr(adaptive, "STORAGE_TUNING", DEFAULT_TUNING)
+    assert scheduler.NEAR_TUNING.base_records > 0
+    monkeypatch.setattr(scheduler, "NEAR_TUNING", DEFAULT_TUNING)
     with engine(model, {}, **tight(model)) as llm:
         tokens = generate(llm, PROMPTS, 60)
         assert metric("tiered_kv_level_changes") >= 1

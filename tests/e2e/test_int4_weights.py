@@ -95,6 +95,23 @@ def test_tokens_equal(model, placement, plain) -> None:
     assert bool(stated["far_bytes"]) == (placement != "near")
 
 
+@pytest.mark.parametrize("placement", ["all_far", "near"])
+@pytest.mark.parametrize("model", ["opt", "llama3", "phi3", "falcon", "qwen2"])
+def test_each_matrix_is_compressed_when_it_is_loaded(model, placement, monkeypatch) -> None:
+    """Nothing is left to be compressed when all weights are loaded, so that none is in 32 bit."""
+    types: list[torch.dtype] = []
+    start = TieredOffloader.start
+
+    def look_and_start(tiered: TieredOffloader) -> None:
+        types.extend(linear.weight.dtype for linear in tiered._compressed)
+        start(tiered)
+
+    monkeypatch.setattr(TieredOffloader, "start", look_and_start)
+    run(model, PROMPTS[:1], KV_OFF, weights={**PLACEMENTS[placement], "compress": "int4"})
+    assert len(types) >= 8
+    assert set(types) == {torch.uint8}
+
+
 @pytest.mark.parametrize(("model", "placement"), [("opt", "all_far"), ("llama3", "flexgen")])
 def test_stored_with_the_first_start_and_the_second(model, placement, plain, tmp_path) -> None:
     weights = {**STORED[placement], "compress": "int4", "storage_path": str(tmp_path)}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.faults import flipping_device, stuck_device, walk
 from tests.e2e.harness import Tokens, engine, generate, metric, random_prompts, run, vllm_tokens
-from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.adapter.kv import scheduler, worker
 from vllm_tiered.errors import BudgetError, IntegrityError
 from vllm_tiered.kv.recompute import RecentSteps
 from vllm_tiered.kv.tuning import STORAGE_TUNING
@@ -109,7 +109,7 @@ def test_far_pages_in_a_file(tmp_path: Path, far_gib, expansion, monkeypatch) ->
     """Cases: no far memory; some layers in memory and the others in the file; growth into it."""
     # It measures 256 steps without far layers by default; these requests end before.
     soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
-    monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
+    monkeypatch.setattr(scheduler, "STORAGE_TUNING", soon)
     config = {
         "tier": "storage",
         "path": str(tmp_path),
@@ -264,7 +264,7 @@ def test_a_disk_that_never_works_is_given_up(
 ) -> None:
     """The requests are served from memory."""
     soon = dataclasses.replace(STORAGE_TUNING, base_records=1, record_steps=8)
-    monkeypatch.setattr(adaptive, "STORAGE_TUNING", soon)
+    monkeypatch.setattr(scheduler, "STORAGE_TUNING", soon)
     if (policy, expansion) == ("blocks", "auto"):
         # Its levels are 4 % apart: these requests end before the controller makes a block far.
         walk(monkeypatch, seed=3)

@@ -23,7 +23,7 @@ from tests.e2e.harness import (
     vllm_tokens,
 )
 from tests.fakes.devices import DelayedDevice
-from vllm_tiered.adapter.kv import adaptive, worker
+from vllm_tiered.adapter.kv import scheduler, worker
 from vllm_tiered.adapter.kv.translation import LayerTranslator
 from vllm_tiered.kv.swapper import Swapper
 from vllm_tiered.kv.tuning import DEFAULT_TUNING
@@ -86,7 +86,7 @@ def test_a_walk_over_all_levels(delays, monkeypatch) -> None:
 def test_grows_when_requests_wait(monkeypatch) -> None:
     """Here at once; otherwise it first measures the throughput without far layers."""
     expected = vllm_tokens("gemma4_e", PROMPTS, max_tokens=60)
-    monkeypatch.setattr(adaptive, "STORAGE_TUNING", DEFAULT_TUNING)
+    monkeypatch.setattr(scheduler, "NEAR_TUNING", DEFAULT_TUNING)
     with engine("gemma4_e", {}, **TIGHT) as llm:
         tokens = generate(llm, PROMPTS, 60)
         assert metric("tiered_kv_level_changes") >= 1

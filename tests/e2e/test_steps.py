@@ -7,7 +7,13 @@ import pytest
 
 from vllm_tiered.adapter.kv import adaptive
 from vllm_tiered.adapter.kv.adaptive import AdaptiveExpansion
-from vllm_tiered.adapter.kv.steps import DecodeStreak, Step, StepReport, StepWatch
+from vllm_tiered.adapter.kv.steps import (
+    DecodeStreak,
+    FirstPrefills,
+    Step,
+    StepReport,
+    StepWatch,
+)
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.controller import Decision
 from vllm_tiered.kv.layout import KvLevels, Level
@@ -81,6 +87,41 @@ def test_an_empty_step_depends_on_nothing(began):
     assert not streak.continues(output(ids=["a"], computed=[32], **began))
     assert not streak.continues(output(ids=[], computed=[]))
     assert not streak.continues(output(ids=[], computed=[]))
+
+
+def plans(*steps, drafts=(), continues=False):
+    """Return `is_recent` after each step; a step is its tokens by request, and who is preempted."""
+    prefills = FirstPrefills()
+    found = []
+    for tokens, *preempted in steps:
+        prefills.add(
+            SimpleNamespace(
+                num_scheduled_tokens=tokens,
+                scheduled_spec_decode_tokens=dict(drafts),
+                preempted_req_ids=set(preempted),
+                finished_req_ids=set(),
+            ),
+            continues=continues,
+        )
+        found.append(prefills.is_recent)
+    return found
+
+
+def test_a_first_prefill_counts_for_two_steps():
+    decode = ({"a": 1, "b": 1},)
+    assert plans(decode, ({"a": 1, "b": 40},), decode, decode) == [False, True, True, False]
+
+
+def test_what_is_computed_again_is_no_first_prefill():
+    again = ({"a": 1, "b": 40},)
+    assert plans(({"a": 1}, "b"), again, again) == [False, False, False]
+    assert plans(({"a": 1}, "c"), again) == [False, True]
+
+
+def test_drafts_are_no_prefill():
+    step = ({"a": 4, "b": 1},)
+    assert plans(step, drafts=[("a", (7, 7, 7))]) == [False]
+    assert plans(step, drafts=[("a", (7, 7))]) == [True]
 
 
 @pytest.fixture

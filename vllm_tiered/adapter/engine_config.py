@@ -134,10 +134,13 @@ def _without_losing_ffn(config: TieredConfig) -> tuple[TieredConfig, dict[str, s
     """
     if not config.ffn.is_used:
         return config, {}
-    from vllm_tiered.ffn.worth import why_dense  # imports torch
+    from vllm_tiered.ffn.worth import better_format, why_dense  # imports torch
 
-    reason = why_dense(config.ffn, has_index=device_type() == "cuda")
+    has_index = device_type() == "cuda"
+    reason = why_dense(config.ffn, has_index=has_index)
     if reason is None:
+        if better := better_format(config.ffn, has_index=has_index):
+            logger.warning("tiered ffn: %s", better)
         return config, {}
     return replace(config, ffn=FfnConfig()), {Part.FFN.value: reason}
 

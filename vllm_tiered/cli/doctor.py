@@ -161,16 +161,17 @@ def check_config_file() -> Check:
     path = os.environ.get(CONFIG_FILE_VARIABLE)
     if path is None:
         return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found="not set")
-    aside = None
+    aside = better = None
     try:
         config = TieredConfig.from_file(path)
         if config.ffn.store is not None:
             # Imported here because torch takes seconds.
             from vllm_tiered.ffn.store.reader import check_store
-            from vllm_tiered.ffn.worth import why_dense
+            from vllm_tiered.ffn.worth import better_format, why_dense
 
             check_store(Path(config.ffn.store), needs_predictors=not config.ffn.exact)
             aside = why_dense(config.ffn)
+            better = better_format(config.ffn)
     except (ConfigError, IntegrityError) as error:
         return Check(
             name=CONFIG_FILE_VARIABLE,
@@ -184,6 +185,13 @@ def check_config_file() -> Check:
             status=Status.WARN,
             found=f"{path}: valid, but the sparse FFN will step aside: {aside}",
             advice="serve a quantised checkpoint, or set ffn.near_gib",
+        )
+    if better is not None:
+        return Check(
+            name=CONFIG_FILE_VARIABLE,
+            status=Status.WARN,
+            found=f"{path}: valid, but {better}",
+            advice="serve a quantised checkpoint, or set a smaller ffn.near_gib",
         )
     return Check(name=CONFIG_FILE_VARIABLE, status=Status.OK, found=f"{path}: valid")
 

@@ -33,12 +33,14 @@ class StorePlan(NamedTuple):
         is_calibrated: the share of loaded neurons was measured on calibration text.
         best_without: name and prediction of what is best without the store; None if nothing fits.
         why_dense: why the engine leaves the FFN to vLLM with default settings; None if it does not.
+        better_format: which format of all neurons is better by what `prepare` measured, if any.
     """
 
     fit: SparseFfnFit
     is_calibrated: bool
     best_without: tuple[str, ServingEstimate] | None
     why_dense: str | None
+    better_format: str | None
 
 
 def plan_store(args: argparse.Namespace, plan: Plan) -> StorePlan | str:
@@ -52,7 +54,7 @@ def plan_store(args: argparse.Namespace, plan: Plan) -> StorePlan | str:
     # Imported here because torch takes seconds, and a plan without a store does not need it.
     from vllm_tiered.ffn.open import load_predictors, make_plan, missing_share
     from vllm_tiered.ffn.store.reader import NeuronStore
-    from vllm_tiered.ffn.worth import why_dense
+    from vllm_tiered.ffn.worth import better_format, why_dense
 
     case, folder = plan.case, Path(args.ffn_store)
     _check_model(case.shape)
@@ -89,8 +91,8 @@ def plan_store(args: argparse.Namespace, plan: Plan) -> StorePlan | str:
     fit = fit_sparse_ffn(case, ffn, NO_CALIBRATION if missing is None else missing)
     if excess := case.limits.excess(fit.alone):
         return excess
-    aside = why_dense(FfnConfig(store=args.ffn_store))
-    return StorePlan(fit, missing is not None, best_without(case, plan), aside)
+    aside, better = why_dense(defaults := FfnConfig(store=args.ffn_store)), better_format(defaults)
+    return StorePlan(fit, missing is not None, best_without(case, plan), aside, better)
 
 
 def _check_model(shape: ModelShape) -> None:

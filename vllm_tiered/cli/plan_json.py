@@ -91,6 +91,7 @@ def _store(store: StorePlan | str, carbon_intensity: float) -> dict[str, Any]:
         "served": _served(store.fit.served, carbon_intensity),
         "is_calibrated": store.is_calibrated,
         "steps_aside": store.why_dense,
+        "better_format": store.better_format,
         "best_without": better and {"plan": better[0], **_served(better[1], carbon_intensity)},
     }
 

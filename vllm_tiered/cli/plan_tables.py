@@ -220,6 +220,8 @@ def store_lines(store: StorePlan | str, target: Target) -> list[str]:
     if store.why_dense is not None:
         aside = f"With default settings the engine leaves the FFN to vLLM: {store.why_dense}."
         lines.append(aside)
+    elif store.better_format is not None:
+        lines.append(f"By what prepare measured, {store.better_format}.")
     better = store.best_without
     if better is None or own <= cost_of(better[1], target):
         return [*lines, "Nothing else that fits is predicted to be faster, so measure it."]

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_worth(store: Path) -> None:
     """Print what the store needs near beside other ways to compute the FFN."""
-    from vllm_tiered.ffn.worth import costs, why_dense
+    from vllm_tiered.ffn.worth import better_format, costs, why_dense
 
     config = FfnConfig(store=str(store))
     try:
@@ -124,6 +124,8 @@ def _print_worth(store: Path) -> None:
     print(f"Near memory: {'; '.join(map(str, found))}.")
     if reason := why_dense(config):
         print(f"With default settings the sparse FFN will step aside: {reason}.")
+    elif better := better_format(config):
+        print(f"{better[0].upper()}{better[1:]}.")
 
 
 def parse_precisions(text: str) -> tuple[Precision, ...]:

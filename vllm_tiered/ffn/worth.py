@@ -55,6 +55,36 @@ def why_dense(config: FfnConfig, *, has_index: bool = False) -> str | None:
     )
 
 
+def better_format(config: FfnConfig, *, has_index: bool = False) -> str | None:
+    """Return which format of all neurons beats a store that is used, in words; None if none does.
+
+    A format does that takes no more near memory than the store, and whose perplexity `prepare`
+    found to be no higher: it needs neither a predictor nor reads. None, too, if they were not
+    measured.
+
+    Args:
+        config: the ``ffn`` section, with a store.
+        has_index: as in :func:`why_dense`.
+    """
+    try:
+        _, *others, ours = costs(config, has_index=has_index)
+    except (BudgetError, ConfigError, IntegrityError):
+        return None
+    if ours.perplexity is None:
+        return None
+    better = [
+        one
+        for one in others
+        if one.near_bytes <= ours.near_bytes
+        and one.perplexity is not None
+        and one.perplexity <= ours.perplexity
+    ]
+    if not better:
+        return None
+    best = min(better, key=lambda one: one.near_bytes)
+    return f"a quantised checkpoint is better for this model ({best}; {ours})"
+
+
 @dataclass(frozen=True, slots=True)
 class FfnCost:
     """Near memory and quality of a way to compute the FFN.

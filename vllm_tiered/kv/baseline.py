@@ -8,6 +8,10 @@ compared with the throughput at each level that lasts.
 Both records use *pressed* windows only. In a pressed window requests were blocked or, with
 offloaded layers, held more blocks than exist without them. Otherwise the end of a batch would count
 on one side only.
+
+Of these windows the steps count that compute no prompt for the first time. A long prompt takes as
+long as hundreds of other steps, at each level, so a few prompts more on one side would decide. What
+is computed again after a preemption counts: fewer preemptions are a gain of far layers.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class BaselineComparison:
     def with_window(
         self, window: Window, level_idx: int, record_steps: int, base_records: int
     ) -> BaselineComparison:
-        """Add a pressed window; every ``record_steps`` steps make a sample.
+        """Add a pressed window's steps; every ``record_steps`` steps make a sample.
 
         If the load changes, the present level's record is dropped. The base is kept although it may
         be outdated, as it is recorded again whenever no layer is offloaded.
@@ -84,15 +88,18 @@ class BaselineComparison:
         )
 
     def loss(self, min_records: int, same: float) -> float | None:
-        """Return the share by which this level is slower than the base; None if it is not.
+        """Return the share by which this level is slower than the base; None if it is faster.
 
-        None is also returned while the loss is unknown, and once the level was accepted. Three
-        samples suffice for a significant loss; with ``min_records`` samples the means decide.
+        None is also returned while that is unknown, and once the level was accepted. In doubt a
+        level is not faster: far layers that gain nothing are only a risk. Three samples suffice if
+        the level is slower, or as fast at most, by two standard errors; with ``min_records``
+        samples it has to be faster by one. A gain within the error is a loss of 0.
         """
         base, here = self.base, self.here
         if self.is_evaluated or min(base.count, here.count) < 3:
             return None
-        is_slower = here.count >= min_records and here.mean < base.mean
-        if is_slower or here.is_worse_than(base, same):
-            return 1.0 - math.exp(here.mean - base.mean)
+        gain, error = here.mean - base.mean, here.error_to(base)
+        is_slower = here.count >= min_records and gain < same + error
+        if is_slower or gain < same - 2 * error:
+            return max(0.0, 1.0 - math.exp(gain))
         return None

@@ -34,6 +34,8 @@ class ControllerState:
     """State of the controller, opaque to callers, who pass it back to `step`.
 
     ``served_blocks`` is the length in blocks of a request for which the level was just chosen.
+    ``steady`` has those of the window's steps that compute no prompt for the first time; it is kept
+    where a baseline is.
     """
 
     decision: Decision
@@ -41,6 +43,7 @@ class ControllerState:
     window_steps: int
     history: History
     served_blocks: int = 0
+    steady: Window = NO_STEPS
 
 
 def initial_state(levels: KvLevels, tuning: Tuning = DEFAULT_TUNING) -> ControllerState:
@@ -75,12 +78,16 @@ def step(
     if not signals.num_running:
         return decision, state
     window = state.window.with_step(signals, tuning.max_stall)
+    steady = state.steady
+    if tuning.base_records and not signals.is_prefill:
+        steady = steady.with_step(signals, tuning.max_stall)
     if window.steps >= state.window_steps:
-        return _decide(signals, window, state, levels, tuning)
+        return _decide(signals, window, steady, state, levels, tuning)
     return decision, ControllerState(
         decision=decision,
         served_blocks=state.served_blocks,
         window=window,
+        steady=steady,
         window_steps=state.window_steps,
         history=state.history,
     )
@@ -104,10 +111,15 @@ def _serve(
 
 
 def _decide(
-    signals: Signals, window: Window, state: ControllerState, levels: KvLevels, tuning: Tuning
+    signals: Signals,
+    window: Window,
+    steady: Window,
+    state: ControllerState,
+    levels: KvLevels,
+    tuning: Tuning,
 ) -> tuple[Decision, ControllerState]:
     level_idx = state.decision.level_idx
-    history = observe(window, level_idx, state.history, levels, tuning)
+    history = observe(window, steady, level_idx, state.history, levels, tuning)
     context = ControllerContext(
         level_idx=level_idx,
         window=window,

@@ -7,8 +7,8 @@ The first rule that applies decides:
 |----------------|-----------------------------------------------|---------------------------------|
 | back off       | compute stalls in several windows in a row    | down one, or to what the link   |
 |                |                                               | can serve                       |
-| compare with   | slower than before any layer was offloaded    | down to half, or to 0           |
-| the baseline   | (far pages on storage)                        |                                 |
+| compare with   | no faster than before any layer was offloaded | down to half, or to 0           |
+| the baseline   | (storage; much of the KV cache stays near)    |                                 |
 | evaluate       | enough samples of this level and the previous | back, if the lower was as good  |
 | grow           | requests are blocked, no stall, the link can  | up: 3, 5, 9, 17 ..., at last by |
 |                | serve it, and requests would use the blocks   | one; at once to what worked     |
@@ -79,7 +79,7 @@ def _back_off(context: ControllerContext) -> Move | None:
 
 
 def _compare_with_baseline(context: ControllerContext) -> Move | None:
-    """Go down if serving was faster without offloaded layers; the lower level is compared too."""
+    """Go down if serving was as fast without offloaded layers; a lower level is compared too."""
     history, tuning, baseline = context.history, context.tuning, context.history.baseline
     lower = context.lower()
     if not tuning.base_records or not lower:
@@ -96,7 +96,7 @@ def _compare_with_baseline(context: ControllerContext) -> Move | None:
         accepted = replace(history, baseline=replace(baseline, is_evaluated=True))
         return Move(context.level_idx, "", accepted)
     # Half the layers would not recover a large loss.
-    bound = 0 if loss > tuning.plain_loss else context.level_idx // 2
+    bound = 0 if loss >= tuning.plain_loss else context.level_idx // 2
     target = max((index for index in lower if index <= bound), default=lower[0])
     history = replace(
         history,
@@ -107,7 +107,8 @@ def _compare_with_baseline(context: ControllerContext) -> Move | None:
         current=Record(level_idx=context.level_idx),
         baseline=baseline.restarted(),
     )
-    return Move(target, f"{loss:.0%} slower than without far layers", history)
+    measured = f"{loss:.0%} slower than" if loss >= 0.005 else "no faster than"
+    return Move(target, f"{measured} without far layers", history)
 
 
 def _evaluate(context: ControllerContext) -> Move | None:

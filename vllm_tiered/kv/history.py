@@ -72,9 +72,18 @@ class History:
 
 
 def observe(
-    window: Window, level_idx: int, history: History, levels: KvLevels, tuning: Tuning
+    window: Window,
+    steady: Window,
+    level_idx: int,
+    history: History,
+    levels: KvLevels,
+    tuning: Tuning,
 ) -> History:
-    """Return the history updated with a window; it does not depend on the decision."""
+    """Return the history updated with a window; it does not depend on the decision.
+
+    Args:
+        steady: the window's steps that count in the comparison with the baseline.
+    """
     age = history.age + window.steps
     geometry = levels.geometry(levels.ladder[level_idx])
     # Some of the charges are for a second partial block, which few requests have.
@@ -115,7 +124,7 @@ def observe(
     )
     if tuning.base_records and _is_pressed(window, level_idx, levels, tuning):
         baseline = history.baseline.with_window(
-            window, level_idx, tuning.record_steps, tuning.base_records
+            steady, level_idx, tuning.record_steps, tuning.base_records
         )
         history = replace(history, baseline=baseline)
     if history.fill_steps:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constants of the expansion controller, and the reasons for their values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,8 @@ class Tuning:
             trials.
         base_records: samples under pressure that are taken before the first layer is offloaded, as
             a baseline; 0 takes none, for transfers that cost compute almost nothing.
-        plain_loss: from this loss on, all layers are given up at once; below it, half of them.
+        plain_loss: from this loss on, all layers are given up at once; below it half of them, which
+            may gain where copies compete with each other.
     """
 
     ramp_steps: int = 8
@@ -69,7 +70,7 @@ BLOCKS_TO_GROW = 4
 """Number of spare blocks that a level must have beyond the longest live request."""
 
 STORAGE_TUNING = Tuning(base_records=4)
-"""Tuning for far pages on storage, which cost CPU time and memory bandwidth even without stall.
+"""Tuning for far pages on storage, which cost CPU time and memory bandwidth even without stall."""
 
-It also serves models most of whose KV cache stays near: there, offloaded layers gain less.
-"""
+NEAR_TUNING = replace(STORAGE_TUNING, plain_loss=0.0)
+"""Tuning for models much of whose KV cache stays near, so that offloaded layers gain less."""

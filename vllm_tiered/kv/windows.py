@@ -33,6 +33,7 @@ class Signals:
             that no request can be made to give back.
         num_resident: blocks of resident groups that requests hold.
         needed_resident: of the needed blocks, those of resident groups.
+        is_prefill: prompts are computed for the first time, in this step or the one before it.
     """
 
     level_idx: int
@@ -50,6 +51,7 @@ class Signals:
     needed_blocks: int
     num_resident: int = 0
     needed_resident: int = 0
+    is_prefill: bool = False
 
 
 class Peak(NamedTuple):
@@ -191,13 +193,14 @@ class Record:
 
     def is_as_good_as(self, other: "Record", same: float) -> bool:
         """Return whether this mean exceeds ``other``'s less ``same`` by two standard errors."""
-        return self.mean - other.mean > 2 * self._error(other) - same
+        return self.mean - other.mean > 2 * self.error_to(other) - same
 
     def is_worse_than(self, other: "Record", same: float) -> bool:
         """Return whether this mean is below ``other``'s less ``same`` by two standard errors."""
-        return other.mean - self.mean > 2 * self._error(other) + same
+        return other.mean - self.mean > 2 * self.error_to(other) + same
 
-    def _error(self, other: "Record") -> float:
+    def error_to(self, other: "Record") -> float:
+        """Return the standard error of the difference of the means."""
         return math.sqrt(self.variance / self.count + other.variance / other.count)
 
 

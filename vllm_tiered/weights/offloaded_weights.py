@@ -29,7 +29,7 @@ class OffloadedParameter(NamedTuple):
         parameter: the model's parameter, or a buffer with weights.
         num_bytes: bytes in its tier and in the weight buffer.
         is_compressed: whether it is kept there in 4 bit (:mod:`~vllm_tiered.weights.int4`). A
-            compressed parameter is loaded to separate memory and compressed after loading.
+            compressed parameter is loaded to separate memory, and compressed when it is there.
     """
 
     parameter: torch.Tensor
@@ -108,8 +108,18 @@ class OffloadedWeights:
         self._near = PageBuffer(aligned_pages(buffer_pages, BUFFER_ALIGNMENT, near_device))
         stored_bytes = sum(stored for _, stored in sizes)
         drafted = store.memory(stored_bytes // BUFFER_ALIGNMENT) if store else None
-        self._views = list(self._assign_views(drafted))
+        self._views = {id(one.offloaded.parameter): one for one in self._assign_views(drafted)}
         self._move_to_tiers(is_loaded=is_loaded)
+
+    def compress(self, parameter: torch.Tensor) -> None:
+        """Compress a parameter that is loaded into its tier, and free the memory it was loaded to.
+
+        It is a view of its weight buffer from then on, so nothing may be written to it.
+        """
+        _, in_tier, in_buffer = self._views.pop(id(parameter))
+        if in_tier is not in_buffer:
+            self._packing.compress(parameter.data, in_tier)
+        parameter.data = in_buffer
 
     def start_streaming(self) -> WeightBufferPool:
         """Make the parameters views of their weight buffers, and return the pool that loads them.
@@ -137,23 +147,24 @@ class OffloadedWeights:
 
         What is loaded already is copied. Each parameter's memory is free when it is.
         """
-        for offloaded, in_tier, in_buffer in self._views:
+        for offloaded, in_tier, in_buffer in self._views.values():
             if in_tier is in_buffer or not offloaded.is_compressed:
                 if is_loaded and in_tier is not in_buffer:
                     in_tier.copy_(offloaded.parameter.data)
                 offloaded.parameter.data = in_tier
 
     def _move_to_buffers(self) -> None:
-        """Compress parameters, point all of them at their buffers, and drop the views of the draft.
+        """Point all parameters at their buffers, and drop the views of the draft.
 
-        The pages of a draft cannot be dropped from memory while a view of them exists.
+        Compressed ones are there unless nothing noticed that they were loaded. The pages of a draft
+        cannot be dropped from memory while a view of them exists.
         """
-        for (parameter, _, is_compressed), in_tier, in_buffer in self._views:
-            if in_tier is not in_buffer:
-                if is_compressed:
-                    self._packing.compress(parameter.data, in_tier)
-                elif parameter.data_ptr() != in_tier.data_ptr():
-                    in_tier.copy_(parameter.data)  # vLLM moved it after loading
+        for (parameter, _, is_compressed), in_tier, in_buffer in list(self._views.values()):
+            if is_compressed:
+                self.compress(parameter)
+                continue
+            if in_tier is not in_buffer and parameter.data_ptr() != in_tier.data_ptr():
+                in_tier.copy_(parameter.data)  # vLLM moved it after loading
             parameter.data = in_buffer
         self._views.clear()
 

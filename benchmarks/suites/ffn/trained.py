@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,10 +28,12 @@ from torch import nn
 from benchmarks.harness.decode_rate import decode_rates
 from benchmarks.harness.engine_job import answer, ask, given
 from benchmarks.harness.progress import Step
+from benchmarks.harness.summary import median_ratio
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
 from benchmarks.inputs.human_eval import STOPS, Problem, problems, solved
 from benchmarks.inputs.model import demo_model_dir
+from benchmarks.inputs.relufied_model import Relufying, relufied_model_dir
 from benchmarks.peers import llama_formats
 from benchmarks.peers.contender import prompt_ids
 from benchmarks.suites.ffn.nested import HELD_OUT, nested_ffns
@@ -38,7 +41,7 @@ from benchmarks.suites.ffn.trained_formats import LLAMA, Prepared, prepare
 from vllm_tiered.ffn.prepare.layerwise import replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 
-RESULT_KEYS = ("frontier", "num_tokens", "definitions")
+RESULT_KEYS = ("frontier", "default_ratio_to_vllm", "num_tokens", "definitions")
 
 DEFINITIONS = {
     "frontier": "a row a format. near_bytes: of its weights, all in memory; of nested rows, base"
@@ -46,6 +49,9 @@ DEFINITIONS = {
     " of the rounds; null if no engine has the format. perplexity; kl: mean divergence of the next"
     " token's distribution from 16 bit's, with kl_error, its standard error. pass_at_1: share of"
     " HumanEval's problems that greedy completions solve, with its standard error over problems",
+    "default_ratio_to_vllm": "tokens/s of one request's decode steps in 16 bit, with everything in"
+    " memory, of the plugin on its defaults over vLLM without it: median over runs in turns, each"
+    " the median of its rounds; the runs are in default_runs",
     "num_tokens": "that were predicted for the divergence",
 }
 
@@ -57,13 +63,15 @@ class Settings:
     """Settings of one profile.
 
     Attributes:
-        model: `coder` or `demo`.
+        model: `coder`, `demo`, or `relufied`, which is `demo` with ReLU neurons.
+        training_steps: of `relufied`.
         formats: formats to compare with 16 bit.
         tokens: of the text for the divergence.
         num_problems: of HumanEval's 164, the first ones.
         max_tokens: of a completion.
         batch: completions at a time.
         peers_python: interpreter with llama.cpp beside it ("": this one).
+        default_runs: of vLLM, and of the plugin on its defaults, in turns.
     """
 
     model: str = "coder"
@@ -77,22 +85,35 @@ class Settings:
     prompt_tokens: int = 12
     new_tokens: int = 24
     rounds: int = 3
+    default_runs: int = 3
+    training_steps: int = 120
 
 
 PROFILES: Mapping[str, Settings] = {
-    "quick": Settings(model="demo", formats=("W4A16",), tokens=300, num_problems=4, max_tokens=32),
+    "quick": Settings(
+        model="demo",
+        formats=("W4A16",),
+        tokens=300,
+        num_problems=4,
+        max_tokens=32,
+        default_runs=1,
+    ),
     "full": Settings(),
 }
 
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
-    return 1 + len(settings.formats)
+    return 2 + len(settings.formats)
 
 
 def model_dir(settings: Settings) -> Path:
     """Return the model's folder."""
-    return off_grid_dir(coder_model_dir()) if settings.model == "coder" else demo_model_dir()
+    if settings.model == "coder":
+        return off_grid_dir(coder_model_dir())
+    if settings.model == "relufied":
+        return relufied_model_dir(Relufying(steps=settings.training_steps))
+    return demo_model_dir()
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -110,8 +131,13 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
             row |= pass_at_1(_completions(folder, of, asked, settings), asked)
         frontier.append({"name": name, **row})
         step(f"{name}: pass@1 {row['pass_at_1']:.1%}, KL {row['kl']:.4f}")
+    runs = default_runs(folder, settings)
+    ratio = median_ratio(runs["defaults"], runs["vLLM"]) if runs["vLLM"] else None
+    step(f"the plugin on its defaults: {number(ratio, 3)} of vLLM's tokens/s")
     return {
         "frontier": frontier,
+        "default_ratio_to_vllm": ratio,
+        "default_runs": runs,
         "num_tokens": sum(len(text.token_ids) - 1 for text in texts),
         "model": folder.name,
         "definitions": DEFINITIONS,
@@ -146,6 +172,17 @@ def _speed(of: Prepared, settings: Settings) -> float | None:
         return None
     job = {"model": str(of.served), "rounds": settings.rounds, "tiered": of.tiered}
     return float(max(_in_a_process(job, settings)["tokens_per_s"]))
+
+
+def default_runs(folder: Path, settings: Settings) -> dict[str, list[float]]:
+    """Return tokens/s of vLLM, and of the plugin on its defaults, run by run in turns."""
+    runs: dict[str, list[float]] = {"vLLM": [], "defaults": []}
+    job = {"model": str(folder), "rounds": settings.rounds, "defaults": True}
+    for index in range(settings.default_runs):
+        for name in sorted(runs, reverse=bool(index % 2)):
+            rates = _in_a_process(job, settings, tiered=name == "defaults")["tokens_per_s"]
+            runs[name].append(statistics.median(rates))
+    return runs
 
 
 # Quality --------------------------------------------------------------------------------
@@ -208,11 +245,14 @@ def _completions(
 # Engines --------------------------------------------------------------------------------
 
 
-def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def _in_a_process(
+    job: Mapping[str, Any], settings: Settings, *, tiered: bool = True
+) -> dict[str, Any]:
     asked = {
         "rounds": 0,
         "prompts": [],
         "tiered": {},
+        "defaults": False,
         "nested": None,
         "max_tokens": settings.max_tokens,
         "batch": settings.batch,
@@ -221,7 +261,11 @@ def _in_a_process(job: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         **job,
     }
     return ask(
-        "benchmarks.suites.ffn.trained", asked, threads=settings.threads, timeout_s=_TIMEOUT_S
+        "benchmarks.suites.ffn.trained",
+        asked,
+        threads=settings.threads,
+        timeout_s=_TIMEOUT_S,
+        tiered=tiered,
     )
 
 
@@ -230,6 +274,7 @@ def _serve() -> None:
     from vllm import LLM, SamplingParams
 
     job = given()
+    set_by_hand = {} if job["defaults"] else {"kv": {"enabled": False}, **job["tiered"]}
     llm = LLM(
         model=job["model"],
         dtype="bfloat16",
@@ -238,7 +283,7 @@ def _serve() -> None:
         max_num_seqs=job["batch"],
         kv_cache_memory_bytes=1 << 30,
         seed=0,
-        additional_config={"tiered": {"kv": {"enabled": False}, **job["tiered"]}},
+        additional_config={"tiered": set_by_hand} if set_by_hand else {},
     )
     if job["nested"]:
         ffns = nested_ffns(Path(job["nested"]["of"]), job["nested"]["share"], torch.bfloat16)

@@ -128,7 +128,8 @@ PROFILES: Mapping[str, Settings] = {
         max_repeats=1,
         rounds=1,
     ),
-    "full": Settings(cases=(_GEMMA, _LATENT, _MAMBA), max_repeats=2),
+    # It takes three rounds until a model with windows has compared far layers with none.
+    "full": Settings(cases=(_GEMMA, _LATENT, _MAMBA), max_repeats=2, warmup_rounds=4),
 }
 
 

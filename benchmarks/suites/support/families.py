@@ -25,6 +25,8 @@ from unittest.mock import MagicMock, patch
 from benchmarks.inputs.recipes import FAMILIES, Family
 from benchmarks.peers import PREFIX
 
+_AMPLE_BYTES = 1 << 50  # of KV memory, so that vLLM refuses no plan
+
 
 def main() -> int:
     os.environ.setdefault("VLLM_PLUGINS", "tiered")
@@ -43,7 +45,8 @@ def main() -> int:
 def look_at(family: Family, folder: Path) -> dict[str, Any]:
     """Return what the parts say: `kv`, `weights`, `experts`, `ffn`, None where they take part.
 
-    `kv_v2` is what the KV part says under model runner V2, which a GPU has by default.
+    `kv_v2` is what the KV part says under model runner V2, which a GPU has by default. `no_plan` is
+    why vLLM plans no KV caches for it on a CPU, so that the KV part could not look at them.
 
     `problem` is why this vLLM makes no engine of it here, with or without the plugin; `is_refused`
     says that only the plugin's makes none.
@@ -63,7 +66,7 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
         config = _engine_config(family, folder, {"tiered": {}})
     except Exception as error:
         return {"problem": _first_line(error), "is_refused": True}
-    found: dict[str, Any] = {"problem": None, "is_refused": False}
+    found: dict[str, Any] = {"problem": None, "is_refused": False, "no_plan": None}
     for part in (Part.WEIGHTS, Part.EXPERTS, Part.FFN):
         found[part.value] = checks.find_obstacle(checks.VLLM_CONFIG_CHECKS, part, plain)
     if not plain.model_config.is_moe:
@@ -77,10 +80,24 @@ def look_at(family: Family, folder: Path) -> dict[str, Any]:
     else:
         found["weights"] = found["weights"] or _found(_nothing_to_place, built)
         if found["kv"] is None:
-            found["kv"] = _found(_obstacle_of_kv, config, "0")
-            found["kv_v2"] = _found(_obstacle_of_kv, config, "1")
+            found["kv"] = _found(_obstacle_of_layers, config, "0")
+            found["kv_v2"] = _found(_obstacle_of_layers, config, "1")
+            _ask_plan(config, found)
     found.setdefault("kv_v2", found["kv"])
     return found
+
+
+def _ask_plan(vllm_config: Any, found: dict[str, Any]) -> None:
+    """Add what the plan of the KV caches says where layers say nothing, or why there is none."""
+    if found["kv"] and found["kv_v2"]:
+        return
+    try:
+        obstacle = _obstacle_of_plan(vllm_config)
+    except Exception as error:
+        found["no_plan"] = _first_line(error)
+        return
+    for part in ("kv", "kv_v2"):
+        found[part] = found[part] or obstacle
 
 
 def write_config(family: Family, folder: Path) -> None:
@@ -152,12 +169,47 @@ def _nothing_to_place(built: Any) -> str | None:
     return None if is_found else "no layer has weights to place"
 
 
-def _obstacle_of_kv(vllm_config: Any, uses_v2: str) -> str | None:
-    """Return what keeps KV swapping away under vLLM's model runner V1 ("0") or V2 ("1")."""
+def _obstacle_of_layers(vllm_config: Any, uses_v2: str) -> str | None:
+    """Return what in the layers keeps KV swapping away under model runner V1 ("0") or V2 ("1")."""
     from vllm_tiered.adapter.kv.obstacles import find_model_obstacle
 
     with patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": uses_v2}):
         return find_model_obstacle(vllm_config, is_loaded=False)
+
+
+def _obstacle_of_plan(vllm_config: Any) -> str | None:
+    """Return what in vLLM's plan of the KV caches keeps swapping away.
+
+    The plan is made as an engine makes it once the model is loaded: with the final block size, and
+    for more memory than any model needs. Raises what vLLM raises where it has none on a CPU.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.utils import (
+        get_supported_kv_cache_layouts,
+        resolve_kv_cache_layout,
+    )
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from vllm_tiered.adapter.kv import obstacles
+    from vllm_tiered.adapter.kv.shared_caches import find_targets
+
+    current_platform.update_block_size_for_backend(vllm_config)
+    obstacle = obstacles.find_model_obstacle(vllm_config, is_loaded=True)
+    if obstacle is not None:
+        return obstacle
+    layers = obstacles.attention_layers(vllm_config)
+    targets = find_targets(layers)
+    specs = {}
+    for name, layer in layers.items():
+        if name not in targets and (spec := layer.get_kv_cache_spec(vllm_config)) is not None:
+            specs[name] = spec
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    resolve_kv_cache_layout(vllm_config, [[layout.name for layout in layouts]], specs.values())
+    configs = get_kv_cache_configs(vllm_config, [specs], [_AMPLE_BYTES])
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    facts = obstacles.ModelFacts(targets=targets)
+    return obstacles.find_plan_obstacle(configs, [specs], unit, facts)
 
 
 class StandIns(MetaPathFinder, Loader):

@@ -35,6 +35,7 @@ RESULT_KEYS = (
     "weights_share_this_year",
     "experts_share_of_mixtures",
     "servers_refused",
+    "not_planned_this_year",
     "families",
     "definitions",
 )
@@ -47,6 +48,8 @@ DEFINITIONS = {
     "experts_share_of_mixtures": "share of all mixtures whose experts can be kept in slots",
     "servers_refused": "models of which vLLM makes an engine's configuration without the plugin, "
     "and not with its defaults",
+    "not_planned_this_year": "models counted in kv_share_this_year of whose KV caches vLLM makes no"
+    " plan on a CPU, so that only their layers were looked at",
     "families": "by family: models, and what each part says; null where it takes part",
 }
 _PARTS = ("kv", "kv_v2", "weights", "experts", "ffn")
@@ -123,7 +126,7 @@ def summarise(models: list[Recipe], said: Mapping[str, Mapping[str, Any]]) -> di
     families = {
         name: {
             "models": sum(model.family == name for model in models),
-            **{key: found.get(key) for key in ("problem", *_PARTS)},
+            **{key: found.get(key) for key in ("problem", "no_plan", *_PARTS)},
         }
         for name, found in said.items()
     }
@@ -134,6 +137,10 @@ def summarise(models: list[Recipe], said: Mapping[str, Mapping[str, Any]]) -> di
         "weights_share_this_year": share("weights", this_year),
         "experts_share_of_mixtures": share("experts", mixtures),
         "servers_refused": sum(bool(said[model.family]["is_refused"]) for model in models),
+        "not_planned_this_year": sum(
+            _is_taken("kv", model, said[model.family]) and bool(said[model.family].get("no_plan"))
+            for model in this_year
+        ),
         "num_models": len(models),
         "num_models_this_year": len(this_year),
         "num_mixtures": len(mixtures),

@@ -48,6 +48,8 @@ class ControlledEngine:
     waiting: int | None = None
     stall_share: float = 0.0  # added stall as a share of compute, in every `stall_every`-th step
     stall_every: int = 1
+    prefill_every: int = 0  # steps from one burst of prefill steps to the next; 0 for none
+    prefill_steps: int = 0  # of a burst; each takes 30 times as long as another step
     seed: int = 0
     levels: KvLevels = LEVELS
     tuning: Tuning = DEFAULT_TUNING
@@ -75,6 +77,11 @@ class ControlledEngine:
         stall = max(0.0, link - compute)
         if self.level and len(self.path) % self.stall_every == 0:
             stall += self.stall_share * compute
+        is_prefill = bool(self.prefill_every) and (
+            len(self.path) % self.prefill_every < self.prefill_steps
+        )
+        if is_prefill:
+            compute *= 30
         output = used / REQUEST_BLOCKS * math.exp(6 * self.noise * self.rng.gauss(0, 1))
         waiting = (self.demand - used) / REQUEST_BLOCKS if is_blocked else 0
         return Signals(
@@ -91,6 +98,7 @@ class ControlledEngine:
             used_blocks=used,
             num_partial=partial,
             needed_blocks=self.needed_blocks,
+            is_prefill=is_prefill,
         )
 
     def run(self, steps):

@@ -79,6 +79,7 @@ class EngineModel:
         self._defer_frees = defer_frees
         self._deferred: list[tuple[int, list[int]]] = []
         self._finished: set[str] = set()
+        self._started_over: set[str] = set()
         self.expansion: Expansion | None = None
         if levels:
             self.expansion = Expansion(levels, self.elastic, levels.ladder[0])
@@ -235,8 +236,8 @@ class EngineModel:
     def _plan(self, parts: list[Part], preempted: set[str]) -> StepPlan:
         """Plan as ``TieredScheduler.build_metadata`` does with vLLM's ``SchedulerOutput``."""
         scheduled = {part.request.request_id for part in parts}
-        ended = preempted | self._finished
-        self._finished = set()
+        ended = preempted | self._finished | self._started_over
+        self._finished, self._started_over = set(), set()
         self.admission.end_requests(ended - scheduled)
         for part in parts:
             if not part.scheduled.restarts:
@@ -439,7 +440,11 @@ class EngineModel:
         self.num_preemptions += 1
 
     def _next_turn(self, request: Request) -> None:
-        """Continue the session after the tokens that are surely computed; drop the last token."""
+        """Continue the session after the tokens that are surely computed; drop the last token.
+
+        With steps ahead, one of which may have filled a block with that token, all of the session's
+        tokens are computed anew, as the connector has it.
+        """
         frontier = request.computed - request.placeholders
         turn = request.turns.popleft()
         num_prompt = min(frontier + turn.num_prompt, self.max_tokens - 1)
@@ -456,6 +461,11 @@ class EngineModel:
         self.running.remove(request)
         self.holding.append(request)
         self.num_turns += 1
+        if self.ahead:
+            self._free(request)
+            request.computed = request.processed = request.certain = request.late_drafts = 0
+            request.preemptions += 1
+            self._started_over.add(request.request_id)
 
     def _finish(self, request: Request) -> None:
         """Finish a request as vLLM does: free its blocks, and release blocks as the connector."""

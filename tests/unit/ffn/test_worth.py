@@ -13,7 +13,7 @@ from vllm_tiered.ffn import memory_plan, worth
 from vllm_tiered.ffn.open import make_plan
 from vllm_tiered.ffn.selection import ALL
 from vllm_tiered.ffn.store.reader import NeuronStore
-from vllm_tiered.ffn.worth import costs, why_dense
+from vllm_tiered.ffn.worth import better_format, costs, why_dense
 from vllm_tiered.units import format_bytes
 
 
@@ -78,6 +78,38 @@ def test_other_formats_are_beside_it_with_their_quality(store: str, monkeypatch)
     said = str(why_dense(FfnConfig(store=store)))
     assert "perplexity 7.55 in" in said
     assert f"in 8 bit {format_bytes(in_8_bit.near_bytes)}, perplexity 7.6 and" in said
+
+
+@pytest.mark.parametrize(
+    ("in_8_bit", "of_store", "near_bytes", "is_better"),
+    [
+        (7.55, 7.55, 10_000_000, True),
+        (7.56, 7.55, 10_000_000, False),  # it is further from the model
+        (7.0, 7.55, 1000, False),  # it takes more
+        (None, 7.55, 10_000_000, False),
+        (7.0, None, 10_000_000, False),
+    ],
+)
+def test_a_format_that_takes_less_and_loses_nothing_is_named(
+    store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    in_8_bit: float | None,
+    of_store: float | None,
+    near_bytes: int,
+    is_better: bool,
+) -> None:
+    class Plan:
+        pass
+
+    Plan.near_bytes, Plan.mix = near_bytes, None  # type: ignore[attr-defined]
+    known = {ALL.shares: of_store, (0, 1, 0): in_8_bit}
+    monkeypatch.setattr(worth, "perplexities", lambda _, of: known)
+    monkeypatch.setattr(worth, "make_plan", lambda *_, **__: Plan)
+    said = better_format(FfnConfig(store=store, near_gib=0.01))
+    assert (said is not None) == is_better
+    if said:
+        size = format_bytes(4 * 512 * 3 * (128 + 2))
+        assert f"in 8 bit {size}, perplexity 7.55; the neurons need" in said
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.kv.controlled_engine import LEVELS, ControlledEngine
 from vllm_tiered.kv.baseline import BaselineComparison
-from vllm_tiered.kv.tuning import STORAGE_TUNING
+from vllm_tiered.kv.tuning import NEAR_TUNING, STORAGE_TUNING
 from vllm_tiered.kv.windows import Window
 
 TOP = LEVELS.max_num_far
@@ -100,6 +100,27 @@ def test_pressure_that_far_layers_took_away_still_counts():
     assert "slower than without far layers" in " ".join(engine.reasons)
 
 
+LONG_PROMPTS = {"prefill_every": 256, "prefill_steps": 64}
+
+
+@pytest.mark.parametrize("copy_cost", [0.0, 1.5e-4])
+def test_long_prompts_do_not_keep_it_from_deciding(copy_cost):
+    """A prefill step takes 30 times as long as another, and comes in bursts."""
+    engine = storage(copy_cost=copy_cost, **LONG_PROMPTS).run(20_000)
+    pays = rate(engine, TOP) > rate(engine, 0)
+    assert pays == (copy_cost == 0.0)
+    later = engine.path[5000:]
+    assert later.count(TOP if pays else 0) > 0.8 * len(later)
+
+
+def test_a_level_that_gains_nothing_is_given_up():
+    """As fast as without far layers, within the noise: no reason to keep them."""
+    engine = storage(decode=(0.0, 2e-4), copy_cost=0.0, tuning=NEAR_TUNING).run(20_000)
+    assert rate(engine, TOP) == pytest.approx(rate(engine, 0), rel=0.02)
+    assert engine.path[2000:].count(0) > 0.8 * len(engine.path[2000:])
+    assert "no faster than without far layers" in " ".join(engine.reasons)
+
+
 # Records --------------------------------------------------------------------------------
 
 
@@ -130,16 +151,21 @@ def test_plain_losses_are_known_after_three_samples():
         assert here.loss(8, 0.01) == expected
 
 
-@pytest.mark.parametrize(("tokens", "is_loss"), [(98, True), (103, False)])
-def test_small_differences_are_decided_by_the_means_once(tokens, is_loss):
-    comparison = filled(BaselineComparison(), 0, [70, 130] * 2).at_level(20)
-    low, high = tokens - 30, tokens + 30
+@pytest.mark.parametrize(
+    ("tokens", "spread", "is_loss"),
+    [(98, 30, True), (103, 30, True), (101, 1, True), (103, 1, False), (125, 30, False)],
+)
+def test_in_doubt_a_level_is_no_gain(tokens, spread, is_loss):
+    """It has to be faster by 1 % and a standard error once there are enough samples."""
+    comparison = filled(BaselineComparison(), 0, [100 - spread, 100 + spread] * 2).at_level(20)
+    low, high = tokens - spread, tokens + spread
     verdicts = []
     for index in range(10):
         comparison = filled(comparison, 20, [high if index % 2 else low])
         verdicts.append(comparison.loss(8, 0.01) is not None)
     assert verdicts[7] == is_loss
-    assert not any(verdicts[:7])
+    if spread > 1:
+        assert not any(verdicts[:7])
 
 
 def test_another_load_begins_a_new_record():

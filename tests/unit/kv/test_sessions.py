@@ -2,9 +2,10 @@
 """Streaming sessions: requests that wait for their client between turns and keep their blocks.
 
 vLLM continues after the tokens that are surely computed. Under async scheduling one more token is
-in flight when a turn ends. It is dropped, and the next turn writes its slot again. By then the
-slot's block may be full and written out, so the connector aborts such sessions
-(tests/e2e/test_request_lifecycle.py).
+in flight when a turn ends. It is dropped, and the next turn would write its slot again. By then the
+slot's block may be full and written out, so the connector lets the session start over
+(tests/e2e/test_request_lifecycle.py): its blocks are freed while a step that writes one of them is
+in flight.
 """
 
 import dataclasses
@@ -24,6 +25,12 @@ SETUPS = (
 @pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "wide-blocks", "mixed-partial"])
 def test_sessions(setup):
     run_sessions(setup)
+
+
+@pytest.mark.parametrize("defer_frees", [False, True], ids=["at-once", "deferred"])
+@pytest.mark.parametrize("setup", SETUPS, ids=["interleave", "wide-blocks", "mixed-partial"])
+def test_sessions_with_steps_ahead(setup, defer_frees):
+    run_sessions(setup, ahead=True, defer_frees=defer_frees)
 
 
 def run_sessions(setup, **changes):

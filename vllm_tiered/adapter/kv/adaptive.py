@@ -10,7 +10,7 @@ from vllm_tiered.kv import controller
 from vllm_tiered.kv.block_limit import ElasticBlocks
 from vllm_tiered.kv.expansion import Expansion
 from vllm_tiered.kv.layout import KvLevels, Level
-from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, STORAGE_TUNING
+from vllm_tiered.kv.tuning import BLOCKS_TO_GROW, DEFAULT_TUNING, Tuning
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -26,9 +26,7 @@ class AdaptiveExpansion:
         resident_blocks: returns the most blocks of resident groups that a request of so many tokens
             holds.
         on_change: called with "grow" or "shrink", and the reason.
-        compares_with_base: offloaded layers may cost more than they gain, as far pages are on a
-            disk, or most of the KV cache stays near anyway. So the throughput without them is
-            measured first.
+        tuning: constants of the controller.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class AdaptiveExpansion:
         max_num_seqs: int,
         resident_blocks: Callable[[int], int],
         on_change: Callable[[str, str], None],
-        compares_with_base: bool = False,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         self.expansion = Expansion(levels, elastic, levels.ladder[0])
         self._elastic = elastic
@@ -48,7 +46,7 @@ class AdaptiveExpansion:
         self._max_num_seqs = max_num_seqs
         self._resident_blocks = resident_blocks
         self._on_change = on_change
-        self._tuning = STORAGE_TUNING if compares_with_base else DEFAULT_TUNING
+        self._tuning = tuning
         self._state = controller.initial_state(levels, self._tuning)
 
     @property
@@ -82,6 +80,7 @@ class AdaptiveExpansion:
             needed_blocks=self._needed_blocks(step) + needed_resident,
             num_resident=self._elastic.resident.num_held,
             needed_resident=needed_resident,
+            is_prefill=step.is_prefill,
         )
         decision, self._state = controller.step(signals, self._state, self._levels, self._tuning)
         old, new = self.expansion.target, self._levels.ladder[decision.level_idx]

@@ -77,7 +77,7 @@ def find_model_obstacle(vllm_config: Any, *, is_loaded: bool) -> str | None:
     """
     with_tokens: list[tuple[Any, Any]] = []  # backends and specs of layers with KV
     specs: list[Any] = []
-    layers = _attention_layers(vllm_config)
+    layers = attention_layers(vllm_config)
     targets = find_targets(layers)
     for name, layer in layers.items():
         if name in targets:
@@ -268,7 +268,7 @@ def _answer(worker: Any) -> ModelFacts:
     draft_layers = _draft_layers(getattr(worker.model_runner, "drafter", None))
     if draft_layers is None:
         return ModelFacts(obstacle or "this vLLM does not name the draft model's layers")
-    return ModelFacts(obstacle, draft_layers, find_targets(_attention_layers(worker.vllm_config)))
+    return ModelFacts(obstacle, draft_layers, find_targets(attention_layers(worker.vllm_config)))
 
 
 def _draft_layers(drafter: Any) -> Set[str] | None:
@@ -281,7 +281,7 @@ def _draft_layers(drafter: Any) -> Set[str] | None:
     return None if names is None else frozenset(names)
 
 
-def _attention_layers(vllm_config: Any) -> dict[str, Any]:
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
     """Return the layers of this process's model that may have a KV cache, by name."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -307,7 +307,7 @@ def _create_model(original: Any, loader: Any, vllm_config: Any, *args: Any, **kw
 
 def _check_far_dtype(kv: KvConfig, vllm_config: Any) -> None:
     """Check that the far pages of a model that can be swapped can be narrow, if they shall be."""
-    for layer in _attention_layers(vllm_config).values():
+    for layer in attention_layers(vllm_config).values():
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None and is_full_attention(spec):
             check_elements(kv, spec)

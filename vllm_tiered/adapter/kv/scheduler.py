@@ -20,7 +20,7 @@ from vllm_tiered.adapter.kv.gauges import kv_gauges
 from vllm_tiered.adapter.kv.plan import KvPlan, max_request_tokens, with_max_num_far
 from vllm_tiered.adapter.kv.prefix_hits import PrefixHits
 from vllm_tiered.adapter.kv.resident_groups import ResidentGroupHooks, name_columns
-from vllm_tiered.adapter.kv.steps import DecodeStreak, StepReport, StepWatch
+from vllm_tiered.adapter.kv.steps import DecodeStreak, FirstPrefills, StepReport, StepWatch
 from vllm_tiered.adapter.telemetry.metrics import TieredStats
 from vllm_tiered.adapter.telemetry.timeline import Timeline
 from vllm_tiered.errors import UnsupportedError
@@ -35,6 +35,7 @@ from vllm_tiered.kv.state_columns import StateColumns
 from vllm_tiered.kv.step_plan import NO_BLOCKS, BlockIds, ScheduledRequest, StepPlan
 from vllm_tiered.kv.step_planner import StepPlanner
 from vllm_tiered.kv.store_trial import StoreTrial
+from vllm_tiered.kv.tuning import DEFAULT_TUNING, NEAR_TUNING, STORAGE_TUNING, Tuning
 
 logger = logging.getLogger("vllm.tiered")
 
@@ -106,7 +107,7 @@ class TieredScheduler:
                 max_num_seqs=max_num_seqs,
                 resident_blocks=self._groups.resident_blocks,
                 on_change=self._record_event,
-                compares_with_base=plan.config.tier == "storage" or bool(self._groups.resident),
+                tuning=_tuning_for(plan),
             )
             self.expansion = self.adaptive.expansion
         elif plan.levels is not None:
@@ -124,6 +125,7 @@ class TieredScheduler:
         self._manager: Any = None
         self._watermark = 0.0  # share of the released blocks
         self._streak = DecodeStreak()
+        self._prefills = FirstPrefills()
         self._drafts = drafts
         self._num_tokens = 0  # output tokens of the step that is being planned
         self._external_tokens: dict[str, int] = {}  # that another connector will load
@@ -212,6 +214,7 @@ class TieredScheduler:
         # A step may run nothing and still have a blocked request, which this level does not hold.
         if scheduled or self._watch.is_blocked:
             self._end_previous_step(len(scheduled), len(preempted))
+        self._prefills.add(scheduler_output, continues=continues)
         changes: dict[str, Any] = self._admission.change_level()._asdict()
         if self._group_hooks:
             changes["resident"] = self.elastic.resident.take_changes()
@@ -388,6 +391,7 @@ class TieredScheduler:
             num_running=num_running,
             num_preempted=num_preempted,
             used_blocks=self._admission.used_blocks,
+            is_prefill=self._prefills.is_recent,
         )
         if step is None:
             return
@@ -534,6 +538,13 @@ class TieredScheduler:
                 computed_tokens = cached.num_computed_tokens[at]
                 self._watch.update_tokens(request_id, computed_tokens + 1)
                 yield ScheduledRequest(request_id, block_ids, False, computed_tokens, 1)
+
+
+def _tuning_for(plan: KvPlan) -> Tuning:
+    """Return the controller's constants: where far layers may not pay, it measures if they do."""
+    if plan.config.tier == "storage":
+        return STORAGE_TUNING
+    return NEAR_TUNING if plan.groups is not None and plan.groups.resident else DEFAULT_TUNING
 
 
 def _begins(request: Any) -> bool:

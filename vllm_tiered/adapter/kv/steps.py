@@ -93,6 +93,7 @@ class Step:
         session_blocks: blocks that streamed sessions hold if they share none. Between two turns
             sessions keep their blocks and cannot be preempted.
         longest_beside_sessions: tokens of the longest live request that is not a session.
+        is_prefill: as in the controller's signals.
     """
 
     end: float
@@ -108,6 +109,36 @@ class Step:
     num_sessions: int = 0
     session_blocks: int = 0
     longest_beside_sessions: int = 0
+    is_prefill: bool = False
+
+
+class FirstPrefills:
+    """Detector of steps that compute a part of a prompt for the first time.
+
+    What is computed again after a preemption does not count, nor do drafts.
+
+    Attributes:
+        is_recent: whether one of the two latest steps is such a step. The time of the latest is not
+            known before the next is planned, a step later under asynchronous scheduling.
+    """
+
+    def __init__(self) -> None:
+        self.is_recent = False
+        self._is_latest = False
+        self._preempted: set[str] = set()
+
+    def add(self, scheduler_output: Any, *, continues: bool) -> None:
+        """Add a step that is planned; `continues` as of :meth:`DecodeStreak.continues`."""
+        self._preempted.update(scheduler_output.preempted_req_ids or ())
+        self._preempted -= scheduler_output.finished_req_ids
+        before, self._is_latest = self._is_latest, False
+        if not continues:
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            self._is_latest = any(
+                count > 1 + len(drafts.get(name, ())) and name not in self._preempted
+                for name, count in scheduler_output.num_scheduled_tokens.items()
+            )
+        self.is_recent = before or self._is_latest
 
 
 class DecodeStreak:
@@ -190,7 +221,13 @@ class StepWatch:
         self._pending = self._pending.followed_by(report) if self._pending else report
 
     def take_step(
-        self, *, tokens: int, num_running: int, num_preempted: int, used_blocks: int
+        self,
+        *,
+        tokens: int,
+        num_running: int,
+        num_preempted: int,
+        used_blocks: int,
+        is_prefill: bool = False,
     ) -> Step | None:
         """Return the step that ends now; None if the engine was idle before."""
         now = time.perf_counter()
@@ -215,6 +252,7 @@ class StepWatch:
                 self._tokens[session] // self._block_tokens + 1 for session in self._sessions
             ),
             longest_beside_sessions=longest if not self._sessions else self._longest_other(),
+            is_prefill=is_prefill,
         )
         self._pending = None
         self.is_blocked = False

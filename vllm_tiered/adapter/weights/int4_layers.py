@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+from vllm_tiered.adapter.weights.filled import when_filled
 from vllm_tiered.adapter.weights.layer_weights import disable_weight_processing, movable_parameters
 from vllm_tiered.errors import UnsupportedError
 from vllm_tiered.weights.int4 import cpu as int4
@@ -66,10 +67,23 @@ class CompressedLinear:
         self.weight = module.weight
         self.module = module
         self._rows = len(module.weight)
+        self._compress: Callable[[nn.Parameter], None] | None = None
         disable_weight_processing(module)
 
+    def compress_when_filled(self, compress: Callable[[nn.Parameter], None]) -> None:
+        """Compress the weight as soon as all of it is loaded.
+
+        So few weights are in memory as the checkpoint has them: a layer's, where it has the tensors
+        of a layer side by side.
+
+        Args:
+            compress: compresses a loaded weight to where it stays, and frees the memory it was in.
+        """
+        self._compress = compress
+        when_filled(self.weight, self._compress_now)
+
     def multiply_compressed(self) -> None:
-        """Make the layer multiply with its compressed weight from now on.
+        """Compress the weight, if that is still to be done, and multiply with it from now on.
 
         Raises:
             UnsupportedError: the layer's weight was replaced after the layer was built.
@@ -79,13 +93,19 @@ class CompressedLinear:
                 "a weight was replaced by another tensor while the model was loaded (packed, or "
                 'quantized), so it cannot be compressed: set weights.compress to "none"'
             )
+        self._compress_now()  # unless it was: not all loaders write tensor by tensor
         # Each layer has its own quant_method object.
         setattr(self.module.quant_method, "apply", _apply(self._rows))  # noqa: B010 (its types)
 
-    def compress(self, near_device: torch.device) -> None:
-        """Compress the weight into near memory, and free the memory it was loaded to."""
-        compress = packing_for(near_device).compress
-        self.weight.data = compress(self.weight.data.cpu(), None).to(near_device)
+    def _compress_now(self) -> None:
+        if self._compress is not None:
+            self._compress(self.weight)
+            self._compress = None
+
+
+def compress_in_place(weight: nn.Parameter, near_device: torch.device) -> None:
+    """Compress a weight into near memory, and free the memory it was loaded to."""
+    weight.data = packing_for(near_device).compress(weight.data.cpu(), None).to(near_device)
 
 
 def _apply(rows: int) -> Apply:

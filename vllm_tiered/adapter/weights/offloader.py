@@ -7,10 +7,10 @@ layers are built, the placement assigns every parameter to a tier, and vLLM's lo
 tiers.
 
     wrap_modules   tiers             far parameters are views of far memory
-    (loading)                        the loader writes weights to their tiers; those of quantized
-                                     layers get tiers when they are loaded and processed
+    (loading)                        the loader writes weights to their tiers; those in 4 bit are
+                                     compressed into theirs one by one, as soon as each is loaded;
+                                     those of quantized layers get tiers when all are processed
     start          buffers           far parameters are views of their weight buffers from now on
-                                     (those in 4 bit are compressed into their tiers first)
     post_init      hooks             on the modules that read them, whatever wraps these by now
     forward        acquire, release  each module with offloaded parameters waits for them, and
                                      releases its buffer when it is done
@@ -22,6 +22,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ from vllm_tiered.adapter.telemetry import link_peak, manifest, totals
 from vllm_tiered.adapter.weights.choosing import PlacementChooser
 from vllm_tiered.adapter.weights.graphs import check_not_captured, remember_placement
 from vllm_tiered.adapter.weights.hooks import FarParameter, register_hooks
-from vllm_tiered.adapter.weights.int4_layers import CompressedLinear, compressible_weights
+from vllm_tiered.adapter.weights.int4_layers import (
+    CompressedLinear,
+    compress_in_place,
+    compressible_weights,
+)
 from vllm_tiered.adapter.weights.layer_weights import (
     IsElsewhere,
     cpu_linear,
@@ -249,6 +254,11 @@ class TieredOffloader(BaseOffloader):
             placement.prefetch_depth,
             is_loaded=bool(self._waiting),
         )
+        far_ids = {id(one.parameter) for one in self._far}
+        in_near = partial(compress_in_place, near_device=near_device)
+        for linear in self._compressed:
+            is_far = id(linear.weight) in far_ids
+            linear.compress_when_filled(self._weights.compress if is_far else in_near)
         if store is not None and store.is_filled:
             for group in offloaded.sublayers:
                 for one in group.stored:
@@ -298,11 +308,8 @@ class TieredOffloader(BaseOffloader):
                 )
             if hasattr(one.owner, "cpu_linear"):
                 setattr(one.owner, "cpu_linear", cpu_linear)  # noqa: B010 (types of its own)
-        far = {id(one.parameter) for one in self._far}
         for linear in self._compressed:
             linear.multiply_compressed()
-            if id(linear.weight) not in far:
-                linear.compress(self._near_device)
         if self._far:
             link_peak.measure(self._near_device)
         self.buffer_pool = self._weights.start_streaming()
