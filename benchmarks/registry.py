@@ -148,6 +148,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             module="benchmarks.suites.ffn.mixed",
         ),
         Benchmark(
+            name="ffn_reads",
+            summary="scattered reads of neurons, and how long a hole is worth reading over",
+            module="benchmarks.suites.ffn.reads",
+        ),
+        Benchmark(
             name="ffn_batch",
             summary="where the sparse FFN stops paying as the batch grows: synthetic sparsity",
             module="benchmarks.suites.ffn.batch",

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.inputs.human_eval import Problem
 from benchmarks.inputs.shapes import random_model_dir
+from benchmarks.suites.ffn import trained
 from benchmarks.suites.ffn.nested import nested_ffns
-from benchmarks.suites.ffn.trained import divergence, pass_at_1, table
+from benchmarks.suites.ffn.trained import Settings, default_runs, divergence, pass_at_1, table
 from benchmarks.suites.ffn.trained_formats import Prepared, prepare
 from vllm_tiered.ffn.prepare.texts import Text
 
@@ -72,16 +74,29 @@ def test_pass_at_1_has_its_standard_error():
     assert found == {"pass_at_1": 0.75, "pass_error": pytest.approx(math.sqrt(0.75 * 0.25 / 4))}
 
 
+def test_the_defaults_are_the_plugins_and_vllm_is_without(monkeypatch):
+    """One engine of each, for real: what has no plugin says so, and is not taken for it."""
+    folder = random_model_dir("qwen2")
+    settings = Settings(default_runs=1, rounds=1, new_tokens=4, batch=2)
+    runs = default_runs(folder, settings)
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in runs.values())
+    answer = {"tokens_per_s": [1.0], "has_plugin": False}
+    monkeypatch.setattr(trained, "_in_a_process", lambda *args, **kwargs: answer)
+    with pytest.raises(MeasurementError, match="defaults ran without"):
+        default_runs(folder, settings)
+
+
 def test_the_table_has_a_row_a_format():
     row = {
         "name": "16bit",
         "near_bytes": 3 << 30,
         "tokens_per_s": 12.345,
         "perplexity": 6.5,
+        "perplexity_error": 0.25,
         "kl": 0.0,
         "kl_error": 0.0,
         "pass_at_1": 0.4,
         "pass_error": 0.038,
     }
     text = table({"frontier": [row]})
-    assert "| 16bit | 3,072 | 12.35 | 6.500 | 0.0000 ± 0.0000 | 40.0% ± 3.8% |" in text
+    assert "| 16bit | 3,072 | 12.35 | 6.500 ± 0.250 | 0.0000 ± 0.0000 | 40.0% ± 3.8% |" in text

@@ -114,14 +114,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_worth(store: Path) -> None:
     """Print what the store needs near beside other ways to compute the FFN."""
-    from vllm_tiered.ffn.worth import better_format, costs, why_dense
+    from vllm_tiered.ffn.worth import better_format, costs, mix_costs, why_dense
 
     config = FfnConfig(store=str(store))
     try:
-        found = costs(config)
+        found, mixes = costs(config), mix_costs(config)
     except (BudgetError, ConfigError):
         return  # it lacks what the default settings need; opening it says what
     print(f"Near memory: {'; '.join(map(str, found))}.")
+    if mixes:
+        print(f"Of the shares in 16, 8 and 4 bit that were tried: {'; '.join(map(str, mixes))}.")
     if reason := why_dense(config):
         print(f"With default settings the sparse FFN will step aside: {reason}.")
     elif better := better_format(config):

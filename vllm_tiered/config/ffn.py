@@ -48,8 +48,9 @@ class FfnConfig(Section):
     deterministic: bool = option(
         False,
         Bool(),
-        "Whether decode steps are always sparse, so that the same requests give the same tokens in "
-        "every run. By default the faster way by measured times is taken, and a dense step uses "
+        "Whether a fixed rule makes decode steps sparse, so that the same batches give the same "
+        "tokens in every run: all but those with prompt tokens, or with more neurons than there "
+        "are slots. By default the faster way by measured times is taken, and a dense step uses "
         "every neuron.",
     )
     cache: Literal["atu", "window", "none"] = option(

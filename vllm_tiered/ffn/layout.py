@@ -3,7 +3,7 @@
 
     neuron i    row i of gate and up (or fc1), column i of down (or fc2)
     bundle      its codes in one precision:   [gate i │] up i │ down i      (LLM in a flash, 3.2)
-    stride      bytes between bundles; a bundle crosses a 4 KiB boundary only if it is longer
+    stride      bytes between bundles, a multiple of 512
 
 8 and 4 bit codes have one scale for each group of weights. The scales are in tables that stay near.
 """
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 BLOCK_BYTES = 4096
-"""Unit of disk reads and of O_DIRECT."""
+"""Unit in which sections of bundles begin."""
+
+SECTOR_BYTES = 512
+"""Unit of bundles, and the least unit that most disks read."""
 
 
 class Precision(Enum):
@@ -61,10 +64,10 @@ def bundle_bytes(shape: FfnShape, precision: Precision) -> int:
 def bundle_stride(shape: FfnShape, precision: Precision) -> int:
     """Return the bytes from one bundle to the next in a file and in a cache.
 
-    It is a multiple of ``BLOCK_BYTES``; for bundles below one block it is the least power of two
-    that holds the bundle. So a bundle never touches more blocks than it needs.
+    It is a multiple of ``SECTOR_BYTES``; for bundles below one sector it is the least power of two
+    that holds the bundle. So a bundle never touches more sectors than it needs.
     """
     num_bytes = bundle_bytes(shape, precision)
-    if num_bytes >= BLOCK_BYTES:
-        return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    if num_bytes >= SECTOR_BYTES:
+        return -(-num_bytes // SECTOR_BYTES) * SECTOR_BYTES
     return 1 << (num_bytes - 1).bit_length()

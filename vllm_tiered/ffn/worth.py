@@ -7,7 +7,7 @@ FFN's bytes or more. Then there is no memory to win, and sparse steps are slower
 for a store whose model's activity was not measured: all neurons are taken to be active.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_tiered.config import FfnConfig
@@ -132,6 +132,28 @@ def costs(config: FfnConfig, *, has_index: bool = False) -> list[FfnCost]:
     mix = plan.mix
     quality = of_all.get(ALL.shares) if mix is None else of_named.get(mix.shares)
     return [*found, FfnCost(OURS, plan.near_bytes, quality)]
+
+
+def mix_costs(config: FfnConfig) -> list[FfnCost]:
+    """Return the costs of the mixes that `prepare` tried, in its order; none without a search.
+
+    Args:
+        config: the ``ffn`` section, with a store.
+
+    Raises:
+        BudgetError, ConfigError, IntegrityError: as opening the store does.
+    """
+    assert config.store is not None
+    with NeuronStore.open(Path(config.store)) as store:
+        predictors = load_predictors(store)
+        return [
+            FfnCost(
+                "/".join(f"{100 * share:g}" for share in shares),
+                make_plan(replace(config, mix=shares), store, predictors, num_ranks=1).near_bytes,
+                perplexity,
+            )
+            for shares, perplexity in perplexities(store, "candidates").items()
+        ]
 
 
 def _neuron_bytes(store: NeuronStore, precision: Precision) -> int:

@@ -31,6 +31,9 @@ moved."""
 ALIGNMENT = 4096
 """Alignment for O_DIRECT in bytes, a multiple of the block size of all but very unusual disks."""
 
+SECTOR_BYTES = 512
+"""Alignment that most disks and file systems take, too."""
+
 HUGE_PAGE_BYTES = 2 * MIB
 """Bytes of a huge page of Linux, where memory pages have 4 KiB."""
 
@@ -51,6 +54,7 @@ class DirectFile:
     Attributes:
         path: as given.
         is_direct: reads and writes bypass the page cache.
+        alignment: of their offsets, sizes and memory in bytes.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -60,6 +64,7 @@ class DirectFile:
         self._num_users = 0
         self._is_closed = False
         self.is_direct = make_direct(fd)
+        self.alignment = SECTOR_BYTES if self.is_direct and _takes_sectors(fd) else ALIGNMENT
         if file_system(path) in MEMORY_FILE_SYSTEMS:
             logger.warning(
                 "tiered: %s is in a file system that is memory itself: give a folder on an SSD",
@@ -124,6 +129,17 @@ def make_direct(fd: int) -> bool:
         os.preadv(fd, [aligned_bytes(ALIGNMENT).data], 0)
     except OSError:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+def _takes_sectors(fd: int) -> bool:
+    """Return whether a descriptor with O_DIRECT reads single sectors to memory aligned to them."""
+    try:
+        os.preadv(
+            fd, [aligned_bytes(ALIGNMENT)[SECTOR_BYTES : 2 * SECTOR_BYTES].data], SECTOR_BYTES
+        )
+    except OSError:
         return False
     return True
 

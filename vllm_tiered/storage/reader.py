@@ -31,7 +31,7 @@ import torch
 from vllm_tiered.devices.pages import PageError, PageIds
 from vllm_tiered.errors import IntegrityError
 from vllm_tiered.storage.aio import AioQueue
-from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile
+from vllm_tiered.storage.direct_file import ALIGNMENT, Bytes, DirectFile, aligned_bytes
 from vllm_tiered.storage.io_pool import BouncePool, IoPool
 from vllm_tiered.storage.scatter_plan import ScatterPlan, Section
 from vllm_tiered.storage.verified_read import Problem, read_extent, verify
@@ -134,6 +134,7 @@ class ScatterReader:
         remedy: what the user can do about a lost slot, for messages.
         num_readers: most threads.
         extent_bytes: see :class:`ScatterPlan`.
+        hole_bytes: longest hole between two slots that is read and dropped, bytes.
         use_aio: use asynchronous I/O if the system supports it.
 
     Attributes:
@@ -149,6 +150,7 @@ class ScatterReader:
         remedy: str,
         num_readers: int = NUM_READERS,
         extent_bytes: int = EXTENT_BYTES,
+        hole_bytes: int = 0,
         use_aio: bool = True,
     ) -> None:
         self.is_direct = file.is_direct
@@ -156,6 +158,8 @@ class ScatterReader:
         self._file = file
         self._remedy = remedy
         self._extent_bytes = extent_bytes
+        self._hole_bytes = hole_bytes // ALIGNMENT * ALIGNMENT
+        self._waste = aligned_bytes(self._hole_bytes) if self._hole_bytes else None
         self._bounce = BouncePool(extent_bytes + 2 * ALIGNMENT)  # with the blocks at both ends
         self._areas = BouncePool(AREA_BYTES)
         self._pool = IoPool(name, num_readers)
@@ -186,7 +190,16 @@ class ScatterReader:
         assert into.dtype == torch.uint8 and into.is_contiguous()
         assert into.shape[1] == section.stride and len(slots) == len(rows)
         memory: Bytes = into.numpy().reshape(-1)
-        plan = ScatterPlan(section, slots, rows, memory, extent_bytes=self._extent_bytes)
+        plan = ScatterPlan(
+            section,
+            slots,
+            rows,
+            memory,
+            extent_bytes=self._extent_bytes,
+            hole_bytes=self._hole_bytes,
+            alignment=self._file.alignment,
+            waste=self._waste,
+        )
         if len(slots):
             assert plan.slots[0] >= 0 and plan.slots[-1] < len(section.checksums)
             assert rows.min() >= 0 and rows.max() < len(into)
@@ -336,7 +349,7 @@ class ScatterReader:
         sizes = plan.sizes[first:end]
         places = np.cumsum(sizes) - sizes
         if area is None:
-            vectors, cuts = plan.vectors(), np.array(plan.cuts)
+            vectors, cuts = plan.vectors()
         else:
             vectors = np.stack((area.ctypes.data + places, sizes), axis=1).astype(np.uint64)
             cuts = np.arange(len(sizes) + 1)

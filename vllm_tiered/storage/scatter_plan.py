@@ -5,8 +5,10 @@
     slots       [ 0 ][ 1 ][ 2 ][ 3 ]                        [ 11 ]
     extents   ├──────────── 0 ────────────┤             ├───── 1 ─────┤
 
-An extent is moved in one request of whole blocks, as direct I/O requires. Slots in the same block
-or in adjacent blocks share an extent.
+An extent is moved in one request of whole blocks, as direct I/O requires; where slots are moved
+directly, blocks are what the disk calls one, mostly 512 bytes. Slots in the same block
+or in adjacent blocks share an extent, and so may slots with a short hole between them: what is read
+there is dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +28,8 @@ class Section:
 
     Attributes:
         offset: offset of slot 0 in bytes.
-        stride: bytes from one slot to the next. If it and ``offset`` are multiples of
-            ``ALIGNMENT``, slots are read directly into their rows; otherwise they are copied.
+        stride: bytes from one slot to the next. If it and ``offset`` are multiples of the file's
+            alignment, slots are read directly into their rows; otherwise they are copied.
         num_bytes: bytes of a slot's content, which the checksum covers.
         checksums: uint64 [num_slots].
         describe: names a slot, for messages.
@@ -50,7 +52,10 @@ class ScatterPlan:
         memory: all rows as bytes, if the disk or a reader thread may write to them. None if the
             caller copies between rows and bounce buffers itself.
         extent_bytes: most bytes of slots in one request, unless one slot is larger.
-        hole_bytes: longest gap between two slots that one request may cover.
+        hole_bytes: longest hole between two slots that one request may cover.
+        alignment: of direct I/O, bytes.
+        waste: memory for what a direct read finds in holes, ``hole_bytes`` in whole blocks. Several
+            requests may write to it at once.
 
     Attributes:
         section: as given.
@@ -76,24 +81,30 @@ class ScatterPlan:
         *,
         extent_bytes: int,
         hole_bytes: int = 0,
+        alignment: int = ALIGNMENT,
+        waste: Bytes | None = None,
     ) -> None:
         if len(slots) > 1 and not (np.diff(slots) > 0).all():
             order = np.argsort(slots, kind="stable")
             slots, rows = slots[order], rows[order]
         self.section, self.slots, self.rows = section, slots, rows
         begins = section.offset + slots * section.stride
-        is_whole = not (section.offset % ALIGNMENT or section.stride % ALIGNMENT)
-        self.is_direct = is_whole and memory is not None and not memory.ctypes.data % ALIGNMENT
+        is_whole = not (section.offset % alignment or section.stride % alignment)
+        self.is_direct = is_whole and memory is not None and not memory.ctypes.data % alignment
+        self._block_bytes = block = alignment if self.is_direct else ALIGNMENT
+        if self.is_direct and waste is None:
+            hole_bytes = 0
         cuts = cut(
             begins,
             section.stride,
             extent_bytes=extent_bytes,
             hole_bytes=hole_bytes,
             may_repeat=not self.is_direct,
+            block_bytes=block,
         )
-        self.offsets = begins[cuts[:-1]] // ALIGNMENT * ALIGNMENT
+        self.offsets = begins[cuts[:-1]] // block * block
         needed = begins[cuts[1:] - 1] + section.stride - self.offsets
-        self.sizes = -(-needed // ALIGNMENT) * ALIGNMENT
+        self.sizes = -(-needed // block) * block
         self.needed: list[int] = needed.tolist()
         self.origins: list[int] = self.offsets.tolist()
         self.cuts: list[int] = cuts.tolist()
@@ -102,6 +113,11 @@ class ScatterPlan:
         self.is_given_up = False
         self._memory = memory
         self._view = None if memory is None else memory.data
+        self._waste = waste
+        self._holes = np.zeros(len(slots), dtype=np.int64)  # bytes in front of each slot
+        if self.is_direct and hole_bytes:
+            self._holes[1:] = np.diff(begins) - section.stride
+            self._holes[cuts[:-1]] = 0
         self._begins: list[int] = begins.tolist()
         self._row_begins: list[int] = (rows * section.stride).tolist()
         self._checksums: list[int] = section.checksums[slots].tolist()
@@ -120,7 +136,7 @@ class ScatterPlan:
         Otherwise a reader thread could hold the last reference, and freeing a tensor in a daemon
         thread when Python ends aborts the process.
         """
-        self._memory = self._view = None
+        self._memory = self._view = self._waste = None
 
     def describe(self, index: int) -> str:
         """Return the name of the slot with an index in the plan, for messages."""
@@ -132,34 +148,53 @@ class ScatterPlan:
         Returns:
             Offset and bytes, in whole blocks, and the bytes up to the end of the last slot.
         """
-        offset = self._begins[first] // ALIGNMENT * ALIGNMENT
+        block = self._block_bytes
+        offset = self._begins[first] // block * block
         needed = self._begins[end - 1] + self.section.stride - offset
-        return offset, -(-needed // ALIGNMENT) * ALIGNMENT, needed
+        return offset, -(-needed // block) * block, needed
 
     # Memory that a disk writes to ---------------------------------------------------------
 
     def buffers(self, first: int, end: int) -> list[memoryview]:
-        """Return the rows of slots ``first`` .. ``end - 1``; consecutive rows share a buffer."""
+        """Return the memory of slots ``first`` .. ``end - 1`` and of the holes between them.
+
+        Consecutive rows share a buffer.
+        """
         view, begins, stride = self._view, self._row_begins, self.section.stride
         assert view is not None
         buffers = []
         begin = previous = begins[first]
-        for row in begins[first + 1 : end]:
-            if row != previous + stride:
+        for index in range(first + 1, end):
+            row, hole = begins[index], int(self._holes[index])
+            if hole or row != previous + stride:
                 buffers.append(view[begin : previous + stride])
                 begin = row
+            if hole:
+                assert self._waste is not None
+                buffers.append(self._waste.data[:hole])
             previous = row
         buffers.append(view[begin : previous + stride])
         return buffers
 
-    def vectors(self) -> npt.NDArray[np.uint64]:
-        """Return the address and bytes of each row, uint64 [n, 2]."""
+    def vectors(self) -> tuple[npt.NDArray[np.uint64], PageIds]:
+        """Return the memory of each row and each hole in the order of the file.
+
+        Returns:
+            Addresses and bytes, uint64 [m, 2], and where each extent's begin, int64 [n + 1].
+        """
         assert self._memory is not None
         stride = self.section.stride
-        vectors = np.empty((len(self.rows), 2), dtype=np.uint64)
-        vectors[:, 0] = self._memory.ctypes.data + self.rows * stride
-        vectors[:, 1] = stride
-        return vectors
+        has_hole = self._holes > 0
+        places = np.arange(len(self.rows)) + np.cumsum(has_hole)
+        count = len(self.rows) + int(has_hole.sum())
+        vectors = np.empty((count, 2), dtype=np.uint64)
+        vectors[places, 0] = self._memory.ctypes.data + self.rows * stride
+        vectors[places, 1] = stride
+        if count > len(self.rows):
+            assert self._waste is not None
+            vectors[places[has_hole] - 1, 0] = self._waste.ctypes.data
+            vectors[places[has_hole] - 1, 1] = self._holes[has_hole]
+        return vectors, np.append(places, count)[self.cuts]
 
     def parts(self, num_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of extents, first and end, that fit in ``num_bytes``; at least one each."""
@@ -201,7 +236,13 @@ class ScatterPlan:
 
 
 def cut(
-    begins: PageIds, stride: int, *, extent_bytes: int, hole_bytes: int = 0, may_repeat: bool = True
+    begins: PageIds,
+    stride: int,
+    *,
+    extent_bytes: int,
+    hole_bytes: int = 0,
+    may_repeat: bool = True,
+    block_bytes: int = ALIGNMENT,
 ) -> PageIds:
     """Cut a list of slots into extents.
 
@@ -209,20 +250,21 @@ def cut(
         begins: offsets of the slots in the file, bytes, ascending.
         stride, extent_bytes, hole_bytes: as in :class:`Section` and :class:`ScatterPlan`.
         may_repeat: an extent may contain a slot twice.
+        block_bytes: unit of requests.
 
     Returns:
         n + 1 positions in the list for n extents.
     """
     if not len(begins):
         return np.zeros(1, dtype=np.int64)
-    firsts = begins // ALIGNMENT
-    ends = -(-(begins + stride) // ALIGNMENT)
+    firsts = begins // block_bytes
+    ends = -(-(begins + stride) // block_bytes)
     is_start = np.ones(len(begins), dtype=np.bool_)
-    is_start[1:] = firsts[1:] > ends[:-1] + hole_bytes // ALIGNMENT
+    is_start[1:] = firsts[1:] > ends[:-1] + hole_bytes // block_bytes
     if not may_repeat:
         is_start[1:] |= begins[1:] == begins[:-1]  # one slot for two rows: two reads
-    origins = (firsts[is_start] * ALIGNMENT)[np.cumsum(is_start) - 1]
-    unit = max(stride, ALIGNMENT)
+    origins = (firsts[is_start] * block_bytes)[np.cumsum(is_start) - 1]
+    unit = max(stride, block_bytes)
     parts = (begins - origins) // unit // max(1, extent_bytes // unit)
     is_start[1:] |= parts[1:] != parts[:-1]
     return np.append(np.flatnonzero(is_start), len(begins))

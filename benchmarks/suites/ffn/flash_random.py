@@ -31,12 +31,16 @@ from vllm_tiered.storage.scatter_plan import Section
 class Bundles:
     """Reader of the file's bundles, in the manner of a neuron store.
 
+    Args:
+        hole_bytes: longest hole between two bundles that is read and dropped.
+
     Attributes:
         shape: of the FFN.
         is_direct: reads bypass the page cache.
     """
 
-    def __init__(self, path: Path, sizes: OptShape, sums: np.ndarray) -> None:
+    def __init__(self, path: Path, sizes: OptShape, sums: np.ndarray, hole_bytes: int = 0) -> None:
+        self._made_of = path, sizes, sums
         self.shape = FfnShape(
             num_layers=sizes.num_layers,
             hidden=sizes.hidden_size,
@@ -46,7 +50,10 @@ class Bundles:
         )
         stride = bundle_stride(self.shape, Precision.FULL)
         self._file = ScatterReader(
-            DirectFile.open(path), name="replay", remedy="write the file again"
+            DirectFile.open(path),
+            name="replay",
+            remedy="write the file again",
+            hole_bytes=hole_bytes,
         )
         self.is_direct = self._file.is_direct
         self._sections = [
@@ -59,6 +66,10 @@ class Bundles:
             )
             for layer in range(sizes.num_layers)
         ]
+
+    def with_holes(self, hole_bytes: int) -> Bundles:
+        """Return another reader of the same file, which reads over holes."""
+        return Bundles(*self._made_of, hole_bytes)
 
     def read(
         self, layer: int, precision: Precision, neurons: PageIds, into: torch.Tensor, rows: PageIds

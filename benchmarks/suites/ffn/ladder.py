@@ -41,6 +41,7 @@ from benchmarks.peers.contender import FIRST_ID, ID_STEP
 from vllm_tiered.ffn.prepare.calibration import Calibration
 from vllm_tiered.ffn.prepare.pipeline import prepare
 from vllm_tiered.ffn.prepare.texts import calibration_texts
+from vllm_tiered.ffn.store.format import VERSION as STORE_VERSION
 from vllm_tiered.units import GIB
 
 RESULT_KEYS = ("by_limit", "sparse_ratios", "weights_bytes", "is_limited", "definitions")
@@ -303,7 +304,7 @@ def _files(settings: Settings, model: Path, folder: Path) -> _Files:
     if VLLM_W4A16 in settings.contenders and not w4a16.is_dir():
         with publish_dir(w4a16) as staging:
             quantized_model_dir(model, "compressed_int4", staging)
-    store = folder / f"{model.name}-neurons"
+    store = folder / f"{model.name}-neurons{STORE_VERSION}"
     if set(SPARSE) & set(settings.contenders) and not store.is_dir():
         # Mixes are given, so that the search for one may be short.
         tokens = settings.calibration_tokens

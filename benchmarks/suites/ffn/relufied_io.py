@@ -14,6 +14,7 @@ the layer needs, as the engine's have.
     window, bundled         row and column in one read
     last token              bundled, beside the last token's neurons alone (`atu`)
     last token, co-active   the same, neurons that become active together side by side
+    ..., holes to n KiB     the same two, a request reads over holes and drops what is there
     streamed beside ...     all that a technique's near bytes do not hold, of whole matrices
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from benchmarks.harness.progress import Step
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.relufied_activity import Activity, relufied_activity
 from benchmarks.inputs.synthetic_sparsity.model import SYNTHETIC_SHAPES
-from benchmarks.suites.ffn.flash_random import random_files
+from benchmarks.suites.ffn.flash_files import Matrices
+from benchmarks.suites.ffn.flash_random import Bundles, random_files
 from benchmarks.suites.ffn.flash_replay import (
     Apart,
     Bundled,
@@ -79,6 +82,7 @@ class Settings:
         dense_tokens: for techniques that read everything; their tokens cost the same.
         steps: of the model's training.
         is_predicted: as a real predictor names neurons.
+        holes_kib: longest holes to read over.
         folder: where the file is kept, on the disk under test ("": the cache folder).
     """
 
@@ -89,6 +93,7 @@ class Settings:
     window: int = 5
     steps: int = 600
     is_predicted: bool = True
+    holes_kib: tuple[int, ...] = ()
     folder: str = ""
 
 
@@ -100,7 +105,7 @@ PROFILES: Mapping[str, Settings] = {
 
 def num_steps(settings: Settings) -> int:
     """Return how many steps `run` reports."""
-    return 2 + 8 * settings.rounds
+    return 2 + (8 + 2 * len(settings.holes_kib)) * settings.rounds
 
 
 def run(settings: Settings, step: Step) -> dict[str, Any]:
@@ -119,11 +124,13 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
     step(f"activity: {share:.1%} of {sizes.ffn_dim} neurons in {sizes.num_layers} layers")
     files, store = random_files(sizes, folder)
     step(f"{files.num_bytes / 1e9:.1f} GB in {folder}")
+    stores = {kib: store.with_holes(kib << 10) for kib in settings.holes_kib}
     try:
-        rounds, near = _rounds(settings, activity, files, store, step)
+        rounds, near = _rounds(settings, activity, files, store, stores, step)
         is_direct = store.is_direct
     finally:
-        store.close()
+        for one in (store, *stores.values()):
+            one.close()
     return {
         **summarise(rounds, near, files.num_bytes),
         "active_share": share,
@@ -134,7 +141,12 @@ def run(settings: Settings, step: Step) -> dict[str, Any]:
 
 
 def _rounds(
-    settings: Settings, activity: Activity, files: Any, store: Any, step: Step
+    settings: Settings,
+    activity: Activity,
+    files: Matrices,
+    store: Bundles,
+    stores: Mapping[int, Bundles],
+    step: Step,
 ) -> tuple[list[dict[str, dict[str, float]]], dict[str, int]]:
     """Return each round's cost by technique, and each technique's near bytes."""
     plain, ordered = tokens_of(activity.active), ordered_tokens(activity)
@@ -153,6 +165,11 @@ def _rounds(
         BUNDLED: (lambda: Bundled(store, held, window), plain),
         LAST: (lambda: Bundled(store, last, 0), plain),
         CO_ACTIVE: (lambda: Bundled(store, last, 0), ordered),
+        **{
+            f"{name}, holes to {kib} KiB": (partial(Bundled, of, last, 0), tokens)
+            for kib, of in stores.items()
+            for name, tokens in ((LAST, plain), (CO_ACTIVE, ordered))
+        },
         _BESIDE + BUNDLED: beside(BUNDLED),
         _BESIDE + LAST: beside(LAST),
     }

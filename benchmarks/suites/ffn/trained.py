@@ -28,6 +28,7 @@ from torch import nn
 from benchmarks.harness.decode_rate import decode_rates
 from benchmarks.harness.engine_job import answer, ask, given
 from benchmarks.harness.progress import Step
+from benchmarks.harness.runner import MeasurementError
 from benchmarks.harness.summary import median_ratio
 from benchmarks.harness.tables import markdown, number
 from benchmarks.inputs.coder_model import coder_model_dir, off_grid_dir
@@ -38,6 +39,7 @@ from benchmarks.peers import llama_formats
 from benchmarks.peers.contender import prompt_ids
 from benchmarks.suites.ffn.nested import HELD_OUT, nested_ffns
 from benchmarks.suites.ffn.trained_formats import LLAMA, Prepared, prepare
+from vllm_tiered.adapter.telemetry import manifest
 from vllm_tiered.ffn.prepare.layerwise import replace_ffn
 from vllm_tiered.ffn.prepare.texts import Text, calibration_texts
 
@@ -46,9 +48,10 @@ RESULT_KEYS = ("frontier", "default_ratio_to_vllm", "num_tokens", "definitions")
 DEFINITIONS = {
     "frontier": "a row a format. near_bytes: of its weights, all in memory; of nested rows, base"
     " and 15 % of the planes, whose rest is read. tokens_per_s: of one request's decode steps, best"
-    " of the rounds; null if no engine has the format. perplexity; kl: mean divergence of the next"
-    " token's distribution from 16 bit's, with kl_error, its standard error. pass_at_1: share of"
-    " HumanEval's problems that greedy completions solve, with its standard error over problems",
+    " of the rounds; null if no engine has the format. perplexity, with perplexity_error, its"
+    " standard error; kl: mean divergence of the next token's distribution from 16 bit's, with"
+    " kl_error, its standard error. pass_at_1: share of HumanEval's problems that greedy"
+    " completions solve, with its standard error over problems",
     "default_ratio_to_vllm": "tokens/s of one request's decode steps in 16 bit, with everything in"
     " memory, of the plugin on its defaults over vLLM without it: median over runs in turns, each"
     " the median of its rounds; the runs are in default_runs",
@@ -151,7 +154,7 @@ def table(result: Mapping[str, Any]) -> str:
             row["name"],
             number(row["near_bytes"] / 2**20, 0),
             number(row["tokens_per_s"], 2),
-            number(row["perplexity"], 3),
+            f"{number(row['perplexity'], 3)} ± {number(row['perplexity_error'], 3)}",
             f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
             f"{row['pass_at_1']:.1%} ± {row['pass_error']:.1%}",
         ]
@@ -180,8 +183,10 @@ def default_runs(folder: Path, settings: Settings) -> dict[str, list[float]]:
     job = {"model": str(folder), "rounds": settings.rounds, "defaults": True}
     for index in range(settings.default_runs):
         for name in sorted(runs, reverse=bool(index % 2)):
-            rates = _in_a_process(job, settings, tiered=name == "defaults")["tokens_per_s"]
-            runs[name].append(statistics.median(rates))
+            found = _in_a_process(job, settings, tiered=name == "defaults")
+            if found["has_plugin"] != (name == "defaults"):
+                raise MeasurementError(f"{name} ran {'with' if found['has_plugin'] else 'without'}")
+            runs[name].append(statistics.median(found["tokens_per_s"]))
     return runs
 
 
@@ -204,8 +209,11 @@ def divergence(original: Path, of: Prepared, texts: Sequence[Text]) -> dict[str,
             apart.append((expected.exp() * (expected - found)).sum(-1))
             surprise.append(-found.gather(1, ids[0, 1:, None])[:, 0])
     by_token = torch.cat(apart)
+    nll = torch.cat(surprise)
+    perplexity = math.exp(nll.mean().item())
     return {
-        "perplexity": math.exp(torch.cat(surprise).mean().item()),
+        "perplexity": perplexity,
+        "perplexity_error": perplexity * (nll.std() / math.sqrt(len(nll))).item(),
         "kl": by_token.mean().item(),
         "kl_error": (by_token.std() / math.sqrt(len(by_token))).item(),
     }
@@ -274,7 +282,8 @@ def _serve() -> None:
     from vllm import LLM, SamplingParams
 
     job = given()
-    set_by_hand = {} if job["defaults"] else {"kv": {"enabled": False}, **job["tiered"]}
+    # Without the plugin this means nothing to vLLM.
+    tiered = {} if job["defaults"] else {"kv": {"enabled": False}, **job["tiered"]}
     llm = LLM(
         model=job["model"],
         dtype="bfloat16",
@@ -283,7 +292,7 @@ def _serve() -> None:
         max_num_seqs=job["batch"],
         kv_cache_memory_bytes=1 << 30,
         seed=0,
-        additional_config={"tiered": set_by_hand} if set_by_hand else {},
+        additional_config={"tiered": tiered},
     )
     if job["nested"]:
         ffns = nested_ffns(Path(job["nested"]["of"]), job["nested"]["share"], torch.bfloat16)
@@ -293,6 +302,7 @@ def _serve() -> None:
     found = {
         "completions": [output.outputs[0].text for output in outputs],
         "tokens_per_s": decode_rates(llm, job["prompt"], job["new_tokens"], rounds=job["rounds"]),
+        "has_plugin": manifest.current() is not None,
     }
     answer(found)
 

@@ -98,16 +98,16 @@ def test_what_tokens_want_is_given_to_the_slot(shares: tuple[float, float, float
 
 
 def test_a_sparse_step_multiplies_what_its_tokens_want() -> None:
-    """Bundles take 3456, 1728 and 864 bytes, in slots of 4096, 2048 and 1024."""
+    """Bundles take 3456, 1728 and 864 bytes, in slots of 3584, 2048 and 1024."""
     plan = planned((0.25, 0.25, 0.5), [0.25, *[1.0] * 29])
     full, int8, int4 = Mix.from_shares((0.25, 0.25, 0.5)).counts(384)
-    assert plan.sparse_bytes(0, 1) == (full * 4096 + int8 * 2048 + int4 * 1024, 1000)
+    assert plan.sparse_bytes(0, 1) == (full * 3584 + int8 * 2048 + int4 * 1024, 1000)
     slots = plan.cache_slots[0]
     # Two tokens want 1 - (1 - 0.25 / 4)^2 of the neurons in full precision.
     reached = round(1536 * (1 - (1 - full / 1536) ** 2))
     assert full < reached <= slots[Precision.FULL]
     found = plan.sparse_bytes(0, 2)
-    assert found is not None and found[0] > reached * 4096
+    assert found is not None and found[0] > reached * 3584
     # Many want more than there are slots.
     assert plan.sparse_bytes(0, 3) is None
 
@@ -116,4 +116,4 @@ def test_a_dense_step_streams_what_is_not_permanently_near() -> None:
     exact = plan_exact(SHAPE, near_bytes=DENSE_BYTES, far_bytes=0, table_bytes=0)
     near = exact.num_permanent
     assert exact.sparse_bytes(0, 1) is None
-    assert 0 < exact.streamed_bytes == (1536 - near) * 4096
+    assert 0 < exact.streamed_bytes == (1536 - near) * 3584

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scatter reader: slots of any size are read exactly, in few requests, despite disk faults."""
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -16,10 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from vllm_tiered.errors import IntegrityError
-from vllm_tiered.storage import reader, verified_read
+from vllm_tiered.storage import direct_file, reader, verified_read
 from vllm_tiered.storage.aio import AioQueue
 from vllm_tiered.storage.checksums import checksum
-from vllm_tiered.storage.direct_file import ALIGNMENT, DirectFile, aligned_pages
+from vllm_tiered.storage.direct_file import (
+    ALIGNMENT,
+    SECTOR_BYTES,
+    DirectFile,
+    aligned_pages,
+)
 from vllm_tiered.storage.reader import EXTENT_BYTES, ScatterReader
 from vllm_tiered.storage.scatter_plan import Section
 
@@ -63,13 +69,21 @@ class Slots:
         flat = aligned_pages(1, num_rows * stride + 8, torch.device("cpu")).fill_(POISON)
         return flat.view(-1)[8:].view(num_rows, stride)
 
+    @property
+    def unit(self):
+        """Bytes of the blocks that are read: the disk's sectors if slots are whole ones."""
+        with contextlib.closing(DirectFile.open(self.path)) as file:
+            unit = file.alignment
+        is_direct = not (self.section.offset % unit or self.section.stride % unit)
+        return unit if is_direct else ALIGNMENT
+
     def num_requests(self, wanted):
-        """Return the least number of requests for ``wanted``, and the blocks they read."""
-        blocks = set()
+        """Return the least number of requests for ``wanted``, and the bytes they read."""
+        blocks, unit = set(), self.unit
         for slot in wanted:
             begin = self.section.offset + slot * self.section.stride
-            blocks |= set(range(begin // ALIGNMENT, -(-(begin + self.section.stride) // ALIGNMENT)))
-        return len(blocks - {block + 1 for block in blocks}), len(blocks)
+            blocks |= set(range(begin // unit, -(-(begin + self.section.stride) // unit)))
+        return len(blocks - {block + 1 for block in blocks}), unit * len(blocks)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +104,9 @@ def always_queued(monkeypatch):
 
 
 def opened(one, **changes):
-    direct_file = DirectFile.open(one.path)
-    file = ScatterReader(direct_file, name="tiered-test", remedy="write it again", **changes)
+    file = ScatterReader(
+        DirectFile.open(one.path), name="tiered-test", remedy="write it again", **changes
+    )
     if not file.is_direct:
         file.close()
         pytest.skip("no direct I/O here")
@@ -115,7 +130,8 @@ class Disk:
 
     def __init__(self, monkeypatch, one, preadv=os.preadv, *, seed=0):
         self.num_requests = 0
-        self._has_rows = not (one.section.offset % ALIGNMENT or one.section.stride % ALIGNMENT)
+        is_whole = not (one.section.offset % ALIGNMENT or one.section.stride % ALIGNMENT)
+        self._has_rows = is_whole or one.unit == SECTOR_BYTES
         self._preadv = preadv
         self._rng = np.random.default_rng(seed)
         disk = self
@@ -166,10 +182,11 @@ def _memory(address, num_bytes):
     use_aio=st.booleans(),
     is_aligned=st.booleans(),
     is_dense=st.booleans(),
+    hole_bytes=st.sampled_from([0, 5000, 16384, 1 << 20]),
     seed=st.integers(0, 1 << 20),
 )
 def test_any_slots_come_to_any_rows(
-    files, name, offset, use_aio, is_aligned, is_dense, seed, caplog
+    files, name, offset, use_aio, is_aligned, is_dense, hole_bytes, seed, caplog
 ):
     one, rng = files[name, offset], np.random.default_rng(seed)
     wanted = rng.integers(0, 60, rng.integers(0, 30))  # in any order, some repeated
@@ -177,7 +194,7 @@ def test_any_slots_come_to_any_rows(
         wanted = np.unique(np.append(wanted, [57, 58, 59]))
     rows = rng.permutation(65)[: len(wanted)]
     into = one.memory(65, is_aligned=is_aligned)
-    file = opened(one, use_aio=use_aio)
+    file = opened(one, use_aio=use_aio, hole_bytes=hole_bytes)
     read(file, one, wanted, into, rows)
     assert (into[torch.from_numpy(rows)].numpy() == one.content[wanted]).all()
     others = np.setdiff1d(np.arange(65), rows)
@@ -194,9 +211,38 @@ def test_a_block_is_read_once_and_neighbours_together(files, name, offset, use_a
     for wanted in ([0, 1, 2, 5, 6, 40], [3], [1, 3, 5, 7, 9, 58, 59]):
         file = opened(one, use_aio=use_aio)
         read(file, one, wanted, one.memory(9), np.arange(len(wanted)))
-        num_requests, num_blocks = one.num_requests(wanted)
-        assert file.stats[:2] == (num_blocks * ALIGNMENT, num_requests)
+        num_requests, num_bytes = one.num_requests(wanted)
+        assert file.stats[:2] == (num_bytes, num_requests)
         file.close()
+
+
+@pytest.mark.parametrize("use_aio", [True, False])
+@pytest.mark.parametrize("name", ["two of a block", "one and a half", "three"])
+def test_a_disk_that_reads_whole_blocks_alone(files, name, use_aio, monkeypatch):
+    monkeypatch.setattr(direct_file, "_takes_sectors", lambda fd: False)
+    one = files[name, 0]
+    file, into = opened(one, use_aio=use_aio), one.memory(20)
+    read(file, one, np.arange(1, 60, 3), into, np.arange(20))
+    assert (into.numpy() == one.content[1::3]).all()
+    assert file.stats.num_bytes % ALIGNMENT == 0
+    file.close()
+
+
+@pytest.mark.parametrize("use_aio", [True, False])
+@pytest.mark.parametrize(
+    ("hole_blocks", "num_requests", "num_blocks"), [(0, 5, 5), (1, 3, 7), (3, 2, 10), (40, 1, 50)]
+)
+def test_short_holes_are_read_over(files, use_aio, hole_blocks, num_requests, num_blocks):
+    """Holes between these slots, of a block each, have 1, 3, 40 and 1 blocks."""
+    one, wanted = files["one", 0], [0, 2, 6, 47, 49]
+    assert np.diff(wanted).tolist() == [2, 4, 41, 2]
+    file = opened(one, use_aio=use_aio, hole_bytes=hole_blocks * ALIGNMENT)
+    into = one.memory(9)
+    read(file, one, wanted, into, [4, 0, 8, 2, 6])
+    assert (into.numpy()[[4, 0, 8, 2, 6]] == one.content[wanted]).all()
+    assert (into[1::2] == POISON).all()
+    assert file.stats[:2] == (num_blocks * ALIGNMENT, num_requests)
+    file.close()
 
 
 @pytest.mark.parametrize("stride", [96, 5000, 12288])
@@ -230,16 +276,17 @@ def test_every_size_is_given_to_the_system_at_once(files, name, monkeypatch):
     file.close()
 
 
+@pytest.mark.parametrize("hole_bytes", [0, 4 * STRIDES["three"]])
 @pytest.mark.parametrize("name", ["two of a block", "nearly one", "crossing one border", "three"])
-def test_late_and_out_of_order(files, name, monkeypatch, caplog):
+def test_late_and_out_of_order(files, name, hole_bytes, monkeypatch, caplog):
     """Concurrent reads of several parts each reuse the same bounce buffers."""
     one = files[name, 333]
     Disk(monkeypatch, one, seed=3)
-    file, rng = opened(one), np.random.default_rng(7)
+    file, rng = opened(one, hole_bytes=hole_bytes), np.random.default_rng(7)
     for _ in range(20):
         reads = []
         for _ in range(3):
-            wanted = rng.permutation(12)[:9] * 5  # each slot is an extent
+            wanted = rng.permutation(12)[:9] * 5  # each slot is an extent without holes
             into = one.memory(9)
             reads.append((wanted, into, file.submit(one.section, wanted, into, np.arange(9))))
         for wanted, into, under_way in reads:
@@ -264,13 +311,14 @@ def failing(one, bad, times, code=errno.EIO):
     return preadv
 
 
+@pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", ["two of a block", "crossing one border", "three"])
-def test_one_of_several_fails_once(files, name, monkeypatch, caplog):
+def test_one_of_several_fails_once(files, name, hole_bytes, monkeypatch, caplog):
     one = files[name, 0]
     preadv = failing(one, 30, times=1)
     Disk(monkeypatch, one, preadv)
     monkeypatch.setattr(os, "preadv", preadv)
-    file, into = opened(one), one.memory(20)
+    file, into = opened(one, hole_bytes=hole_bytes), one.memory(20)
     with caplog.at_level(logging.WARNING, logger="vllm.tiered"):
         read(file, one, np.arange(0, 60, 3), into, np.arange(20))
     assert (into.numpy() == one.content[::3]).all()
@@ -279,11 +327,12 @@ def test_one_of_several_fails_once(files, name, monkeypatch, caplog):
     file.close()
 
 
+@pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", ["two of a block", "crossing one border", "three"])
-def test_one_of_several_is_lost(files, name, monkeypatch):
+def test_one_of_several_is_lost(files, name, hole_bytes, monkeypatch):
     """The error names the lost slot, and later reads are correct: no old read is in flight."""
     one = files[name, 0]
-    file = opened(one)
+    file = opened(one, hole_bytes=hole_bytes)
     with monkeypatch.context() as patch:
         preadv = failing(one, 30, times=1 << 30)
         Disk(patch, one, preadv)
@@ -298,13 +347,14 @@ def test_one_of_several_is_lost(files, name, monkeypatch):
     file.close()
 
 
+@pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", STRIDES)
-def test_the_system_takes_a_part(files, name, monkeypatch, caplog):
+def test_the_system_takes_a_part(files, name, hole_bytes, monkeypatch, caplog):
     """A partial read is repeated; old bytes in memory are never taken for contents."""
     one = files[name, 0]
     half = ALIGNMENT // 2
     Disk(monkeypatch, one, lambda fd, buffers, at: os_preadv(fd, [buffers[0][:half]], at))
-    file, into = opened(one), one.memory(20)
+    file, into = opened(one, hole_bytes=hole_bytes), one.memory(20)
     read(file, one, np.arange(0, 60, 3), into, np.arange(20))
     assert (into.numpy() == one.content[::3]).all()
     assert ("came in part" in caplog.text) or one.section.stride <= half

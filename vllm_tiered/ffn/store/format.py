@@ -23,7 +23,7 @@ from vllm_tiered.storage.checksums import checksum
 from vllm_tiered.units import MIB
 from vllm_tiered.untrusted import parse_json
 
-VERSION = 1
+VERSION = 2
 HEADER, NEURONS, TABLES = "store.json", "neurons.bin", "tables.safetensors"
 
 MAX_HEADER_BYTES = 16 * MIB
